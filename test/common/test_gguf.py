@@ -34,7 +34,9 @@ SCALES: dict[str, list[int]] = {
     "Q6_K": [208],
     "IQ4_NL": [0],
     "IQ4_XS": [0],
+    "MXFP4": [],
 }
+EXPONENTS = {"MXFP4": (119, 124)}  # in a byte before the others: any would be beyond float32
 
 
 def random_blocks(encoding: str, n_rows: int, n_cols: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -47,6 +49,8 @@ def random_blocks(encoding: str, n_rows: int, n_cols: int) -> np.ndarray[tuple[i
     for at in SCALES[encoding]:
         scales = generator.standard_normal((len(blocks), 1), dtype=np.float32).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8)
+    if encoding in EXPONENTS:
+        blocks[:, 0] = generator.integers(*EXPONENTS[encoding], len(blocks), dtype=np.uint8)
     return blocks.reshape(n_rows, -1)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from test.models import gguf_converter as conv
 from test.models.architectures import converted, dense_a, dense_b, latent, llama_like, moe
 from test.models.architectures.case import SMALL, Case, Json
+from test.models.gguf_cases_since_2025 import CASES_SINCE_2025, YARN, deepseek2, experts_of_deepseek
 from test.models.gguf_converter import GgufCase, common, head_dim, only, permute_qk, rope_table, stack_experts
 from test.models.gguf_gemma4_cases import GEMMA4_CASES
 from test.models.gguf_hybrid_cases import HYBRID_CASES
@@ -18,7 +19,6 @@ FALCON = {**dense_b.FALCON, "ffn_hidden_size": FFN_4X["intermediate_size"]}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 GPT_NEOX_ROPE = {"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 BAICHUAN_13B = {**dense_a.MHA, "num_hidden_layers": 40, "hidden_size": 24, "intermediate_size": 16}
-YARN = {**latent.YARN, "mscale": latent.YARN["mscale_all_dim"]}  # the file has one of both
 LATENT = {**latent.LATENT, **latent.GROUPS, "rope_parameters": YARN}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50_000.0},
@@ -207,35 +207,6 @@ def glm4moe(config: Json) -> Json:
     }
 
 
-def experts_of_deepseek(config: Json) -> Json:
-    return {
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_weights_scale": float(config["routed_scaling_factor"]),
-        "expert_weights_norm": config.get("norm_topk_prob") or None,
-        "leading_dense_block_count": config["first_k_dense_replace"],
-    }
-
-
-def deepseek2(config: Json) -> Json:
-    mscale = rope_table(config).get("mscale_all_dim")
-    nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
-    return {
-        **common(config),
-        **experts_of_deepseek(config),
-        KV: 1,
-        KEY: rank + rope,
-        VALUE: rank,
-        "attention.key_length_mla": nope + rope,
-        "attention.value_length_mla": config["v_head_dim"],
-        "attention.kv_lora_rank": rank,
-        "attention.q_lora_rank": config["q_lora_rank"],
-        "rope.dimension_count": rope,
-        "rope.scaling.yarn_log_multiplier": None if mscale is None else 0.1 * mscale,
-        "expert_gating_func": 2 if config["model_type"] != "deepseek_v2" else None,
-    }
-
-
 def glm_lite(config: Json) -> Json:
     """The converter writes no gating if config.json has no scoring_func."""
     return {**deepseek2(config), "expert_gating_func": None, "nextn_predict_layers": 0}
@@ -382,6 +353,7 @@ GGUF_CASES = {
     "deepseek2-v3-older": GgufCase("deepseek2", Case("deepseek_v3", LATENT), older_deepseek2, MOE),
     "deepseek2-glm-lite": GgufCase("deepseek2", latent.CASES["glm4_moe_lite-first"], glm_lite, DEEPSEEK),
     "deepseek2-kimi": GgufCase("deepseek2", latent.CASES["kimi_k2"], deepseek2, DEEPSEEK),
+    **CASES_SINCE_2025,
     **HYBRID_CASES,
     **GEMMA4_CASES,
 }

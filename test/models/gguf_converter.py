@@ -24,6 +24,7 @@ Step = Callable[[Tensors, Json], Tensors]
 KINDS = {"linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 MOST_LAYERS = 40
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
+SAME_NAMES = {"deepseek32": "glm-dsa"}  # of an architecture that the package does not know yet
 EXPERT_COUNT = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -37,10 +38,18 @@ class GgufCase:
     steps: tuple[Step, ...] = ()
 
 
-def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None, *, quantized: str | None = None) -> Path:
+def save(
+    one: GgufCase,
+    tiny: Tiny,
+    path: Path,
+    changes: Json | None = None,
+    *,
+    quantized: str | None = None,
+    kind: gguf.GGMLQuantizationType = Q8_0,
+) -> Path:
     """``changes`` are made to the metadata; None removes a key.
 
-    ``quantized`` matches the names of matrices that are written as Q8_0, if their rows are whole blocks.
+    ``quantized`` matches the names of matrices that are written as ``kind``, if their rows are whole blocks.
     """
     metadata = {**one.metadata(tiny.config_json), **(changes or {})}
     writer = gguf.GGUFWriter(path, one.architecture)
@@ -50,7 +59,7 @@ def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None, *, 
     for name, tensor in gguf_tensors(one, tiny).items():
         numbers = tensor.contiguous().numpy()
         if quantized is not None and re.search(quantized, name) and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
-            writer.add_tensor(name, gguf.quants.quantize(numbers, Q8_0), raw_dtype=Q8_0)
+            writer.add_tensor(name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, numbers)
     return finish(writer, path)
@@ -76,7 +85,7 @@ def _gguf_name(architecture: str, name: str) -> str:
 @lru_cache
 def _name_map(architecture: str) -> gguf.TensorNameMap:
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(kinds[architecture], MOST_LAYERS)
+    return gguf.get_tensor_name_map(kinds[SAME_NAMES.get(architecture, architecture)], MOST_LAYERS)
 
 
 # metadata

@@ -52,6 +52,24 @@ def test_packed_linears_give_the_logits_of_expanded_ones(name: str, tmp_path: Pa
     assert_same_logits(source, logits_of(model))
 
 
+@pytest.mark.parametrize("value_dim", [32, 20])
+def test_columns_that_the_converter_reorders_stay_packed_if_heads_are_whole_groups(
+    value_dim: int, tmp_path: Path
+) -> None:
+    case = wider(HYBRID_CASES["qwen35"].case)
+    one = replace(
+        HYBRID_CASES["qwen35"],
+        case=replace(case, fields={**case.fields, "linear_num_value_heads": 8, "linear_value_head_dim": value_dim}),
+    )
+    source = resolve(str(save(one, build(one.case), tmp_path / "model.gguf", quantized="ssm_out|token_embd")))
+    assert isinstance(source, GgufSource)
+
+    model = model_of(packed(source))
+
+    assert isinstance(layer_of(model, 0).mixer.out_proj.method, QuantizedLinear) == (value_dim == 32)
+    assert_same_logits(source, logits_of(model))
+
+
 def test_the_first_linear_of_a_recurrent_layer_stays_packed(tmp_path: Path) -> None:
     one = replace(HYBRID_CASES["qwen3next"], case=wider(HYBRID_CASES["qwen3next"].case))
     source = resolve(str(save(one, build(one.case), tmp_path / "model.gguf", quantized="attn|token_embd")))

@@ -16,11 +16,20 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 from transformers import LlamaConfig
 
+from lightserve.common import ops
 from lightserve.common.basemodel import ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
+from lightserve.common.cpu_kernel._library import BACKEND, library
+from lightserve.common.cpu_kernel.packed_experts import PackedExperts
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.parallel import ParallelSizes, connect_ranks
-from lightserve.common.quantization import GgufFormat, QuantizedLinear, StackedLinear, UnquantizedLinear
+from lightserve.common.quantization import (
+    GgufFormat,
+    QuantizedExperts,
+    QuantizedLinear,
+    StackedLinear,
+    UnquantizedLinear,
+)
 from lightserve.config import WorkerConfig
 from lightserve.errors import CheckpointError
 from lightserve.model_files import resolve
@@ -141,6 +150,19 @@ def test_experts_are_repacked_as_a_leading_dimension() -> None:
 
 
 @pytest.mark.parametrize("name", PACKED_TYPES)
+def test_columns_of_heads_change_places_although_blocks_cut_heads(name: str) -> None:
+    """Three value heads for each of two key heads: the first of each comes first."""
+    encoding = next(one for one in ENCODINGS.values() if one.name == name)
+    raw = {"weight": torch.from_numpy(random_blocks(name, 5, 768))}
+    file_order = GgufFormat(GgufScheme(encoding)).convert(raw).dequantize()
+
+    weight = GgufFormat(GgufScheme(encoding, column_tiles=(3, 2))).convert(raw).dequantize()
+
+    heads = file_order.view(5, 6, 128)
+    assert torch.equal(weight.view(5, 6, 128), heads[:, [0, 2, 4, 1, 3, 5]])
+
+
+@pytest.mark.parametrize("name", PACKED_TYPES)
 def test_a_model_of_every_type_gives_the_logits_of_the_expanded_one(name: str, tmp_path: Path) -> None:
     source = save_llama(tmp_path / "model.gguf", lambda _: name)
 
@@ -228,34 +250,91 @@ def wider(case: Case) -> Case:
     return replace(case, fields=fields)
 
 
-def save_case(name: str, path: Path, quantized: str = "^(?!.*norm)") -> GgufSource:
+def save_case(
+    name: str, path: Path, quantized: str = "^(?!.*norm)", kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0
+) -> GgufSource:
     one = replace(GGUF_CASES[name], case=wider(GGUF_CASES[name].case))
-    source = resolve(str(save(one, build(one.case), path, quantized=quantized)))
+    source = resolve(str(save(one, build(one.case), path, quantized=quantized, kind=kind)))
     assert isinstance(source, GgufSource)
     return source
 
 
 # fused, reordered, joined and transposed tensors; experts, latent attention, several names for the vocabulary
 LAYOUTS = ["phi3", "bloom", "falcon-40b", "gpt2", "gptneox", "mpt", "baichuan", "gemma2", "internlm2", "stablelm"]
-LAYOUTS += [
-    "gemma4",
-    "gemma4-experts",
-    "qwen2moe",
-    "granitemoe",
-    "gpt-oss",
-    "glm4moe",
-    "deepseek2-v3",
-    "deepseek2-v3-older",
-]
+LAYOUTS += ["gemma4", "gemma4-experts"]
+EXPERTS = ["qwen2moe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2-v3", "deepseek2-v3-older", "step35"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *EXPERTS])
 def test_an_architecture_gives_the_logits_of_its_expanded_file(name: str, tmp_path: Path) -> None:
     source = save_case(name, tmp_path / "model.gguf")
 
     model = model_of(packed(source))
 
     assert isinstance(model.pre_post_weight.embedding.method, QuantizedLinear)
+    assert_same_logits(source, logits_of(model))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
+    model = model_of(packed(save_case(name, tmp_path / "model.gguf")), is_dummy=True)
+
+    assert isinstance(layer_of(model, -1).ffn.experts.method, QuantizedExperts)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "granitemoe", "gpt-oss"])
+def test_ranks_have_their_units_of_packed_experts(name: str, tmp_path: Path) -> None:
+    source = packed(save_case(name, tmp_path / "model.gguf"))
+    whole, first, second = (
+        layer_of(model_of(source, RankGroup(rank, size)), -1).ffn.experts.method
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+
+    assert torch.equal(whole.w13.dequantize(), torch.cat([part.w13.dequantize() for part in (first, second)], dim=1))
+    assert torch.equal(whole.w2.dequantize(), torch.cat([part.w2.dequantize() for part in (first, second)], dim=2))
+
+
+def test_experts_in_4_bit_floats_stay_so(tmp_path: Path) -> None:
+    """As in the files of gpt-oss."""
+    source = save_case("gpt-oss", tmp_path / "model.gguf", "exps.weight", GGMLQuantizationType.MXFP4)
+
+    model = model_of(packed(source))
+
+    assert isinstance(layer_of(model, 0).ffn.experts.method.w13, ops.Mxfp4Weight)
+    assert_same_logits(source, logits_of(model))
+
+
+@pytest.mark.skipif(library is None, reason="the C library was not built")
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt-oss"])
+def test_the_c_library_multiplies_with_packed_experts(name: str, tmp_path: Path) -> None:
+    source = save_case(name, tmp_path / "model.gguf")
+    expected = logits_of(model_of(source))
+
+    ops.use_backend(BACKEND, "cpu")
+    model = model_of(packed(source))
+    logits = logits_of(model)
+
+    assert isinstance(layer_of(model, -1).ffn.experts.method.w13, PackedExperts)
+    assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("quantized", ["ffn_(gate|down)_exps", "ffn_(gate|up)_exps"])
+def test_experts_of_which_a_part_is_not_packed_are_expanded(quantized: str, tmp_path: Path) -> None:
+    source = save_case("qwen3moe", tmp_path / "model.gguf", quantized=f"{quantized}|attn")
+
+    model = model_of(packed(source))
+
+    assert isinstance(layer_of(model, 0).qkv_proj.method, QuantizedLinear)
+    assert not isinstance(layer_of(model, 0).ffn.experts.method, QuantizedExperts)
+    assert_same_logits(source, logits_of(model))
+
+
+def test_shared_experts_of_another_type_are_apart(tmp_path: Path) -> None:
+    source = save_case("deepseek2-v3", tmp_path / "model.gguf", quantized="exps|token_embd")
+
+    model = model_of(packed(source))
+
+    assert layer_of(model, -1).ffn.shared is not None
     assert_same_logits(source, logits_of(model))
 
 

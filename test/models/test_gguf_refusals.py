@@ -122,11 +122,13 @@ def test_a_tensor_that_the_model_does_not_have_is_named(name: str, tensor: str, 
         list(open_checkpoint(source))
 
 
-def test_mxfp4_experts_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_of_a_type_that_is_not_read_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "gpt-oss")
-    kind = gguf.GGMLQuantizationType.MXFP4
-    writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((2, 4, 17), dtype=np.uint8), raw_dtype=kind)
+    kind = gguf.GGMLQuantizationType.IQ3_XXS
+    writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((2, 4, 98), dtype=np.uint8), raw_dtype=kind)
 
-    with pytest.raises(ModelFilesError, match=r"tensor blk.0.ffn_up_exps.weight has type MXFP4; supported types: F32"):
+    with pytest.raises(
+        ModelFilesError, match=r"tensor blk.0.ffn_up_exps.weight has type IQ3_XXS; supported types: F32"
+    ):
         resolve(str(finish(writer, path)))

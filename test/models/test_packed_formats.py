@@ -145,8 +145,6 @@ CASES = {
         Int8Weight,
     ),
 }
-ONE_RANK_ONLY = ("gptq-act-order", "pack-quantized-act-order")
-ON_TWO_RANKS = [name for name in CASES if name not in ONE_RANK_ONLY]
 
 
 def build_hf() -> Any:
@@ -204,7 +202,7 @@ def test_the_logits_are_those_of_the_dequantised_model(name: str) -> None:
 def _run_rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     tp = connect_ranks(rank, ParallelSizes(tp=size), f"file://{folder}/store", "gloo").tp
-    for name in ON_TWO_RANKS:
+    for name in CASES:
         hf = build_hf()
         torch.save(logits_of(build(hf, CASES[name], pack(hf, CASES[name]), tp)), f"{folder}/{name}.{rank}.pt")
     dist.destroy_process_group()
@@ -215,7 +213,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
 def test_two_ranks_split_every_format(tmp_path: Path) -> None:
     run_ranks(_run_rank, 2, 2, str(tmp_path))
 
-    for name in ON_TWO_RANKS:
+    for name in CASES:
         hf = build_hf()
         pack(hf, CASES[name])
         expected = logits_of(build_ours(hf))
@@ -324,11 +322,6 @@ def test_a_wrong_tensor_is_named(what: str) -> None:
 
     with pytest.raises(CheckpointError, match=message):
         build(hf, CASES[name], checkpoint)
-
-
-def test_act_order_with_ranks_is_refused_before_weights_are_loaded() -> None:
-    with pytest.raises(ModelFilesError, match=r"o_proj: act-order spreads its groups over .* all ranks; use --tp 1"):
-        build(build_hf(), CASES["gptq-act-order"], None, RankGroup(rank=0, size=2))
 
 
 def test_groups_of_8_are_refused_before_weights_are_loaded() -> None:

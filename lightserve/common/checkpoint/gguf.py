@@ -68,7 +68,9 @@ def _renamed(header: GgufHeader, config: dict[str, Any], is_packed: bool, read: 
     waiting: dict[str, dict[str, Tensor]] = {}
     for named in model_tensors(header, architecture):
         shape = _packed_shape(named.entry) if is_packed and stays_packed(header, architecture, named) else None
-        tensor = _undo_converter(header, architecture, named, read(named, shape), config)
+        tensor = read(named, shape)
+        if shape is None or architecture.row_orders.get(named.base_name) is not RowOrder.TILED_VALUE_COLUMNS:
+            tensor = _undo_converter(header, architecture, named, tensor, config)  # the format reorders packed columns
         joined = named.joined
         if joined is None:
             yield from _with_names(named.targets, tensor)

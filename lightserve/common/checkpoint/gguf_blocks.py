@@ -159,19 +159,33 @@ def _q6_k_scales(blocks: Tensor) -> Scales:
 
 
 # Nibbles are numbers of a table. IQ4_NL: a scale, then nibbles as in Q4_0. IQ4_XS: a scale, the upper bits of eight
-# 6-bit scales, their low bits, then nibbles of eight groups.
+# 6-bit scales, their low bits, then nibbles of eight groups. MXFP4: the exponent of a scale, then nibbles as in Q4_0,
+# which are floats of 4 bits, doubled here.
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _look_up(_nibbles(blocks[:, 2:], 16))
+    return _look_up(_nibbles(blocks[:, 2:], 16), IQ4_NUMBERS)
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    return _look_up(_nibbles(blocks[:, 8:], 16))
+    return _look_up(_nibbles(blocks[:, 8:], 16), IQ4_NUMBERS)
 
 
-def _look_up(nibbles: Tensor) -> Tensor:
-    table = torch.tensor(IQ4_NUMBERS, dtype=torch.int8, device=nibbles.device)
+def mxfp4_nibbles(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 1:], 16)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    return _look_up(mxfp4_nibbles(blocks), DOUBLED_E2M1)
+
+
+def _mxfp4_scales(blocks: Tensor) -> Scales:
+    exponents = blocks[:, :1].int() - 128
+    return Scales(torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents))
+
+
+def _look_up(nibbles: Tensor, numbers: tuple[int, ...]) -> Tensor:
+    table = torch.tensor(numbers, dtype=torch.int8, device=nibbles.device)
     return table.index_select(0, nibbles.flatten().int()).view(nibbles.shape)
 
 
@@ -209,6 +223,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_TYPES = {
     "Q4_0": BlockType(32, _q4_0, _scale_first),
@@ -223,4 +238,5 @@ BLOCK_TYPES = {
     "Q6_K": BlockType(16, _q6_k, _q6_k_scales),
     "IQ4_NL": BlockType(32, _iq4_nl, _scale_first),
     "IQ4_XS": BlockType(32, _iq4_xs, _iq4_xs_scales),
+    "MXFP4": BlockType(32, _mxfp4, _mxfp4_scales),
 }

@@ -1,6 +1,7 @@
 """Experts on a CPU: the pairs sorted by expert, one product for each expert that has some.
 
-Quantised weights are dequantised when their expert has pairs. One expert is in memory as floats at a time.
+The C library multiplies with quantised weights in its layout. Others are dequantised when their expert has pairs: one
+expert is in memory as floats at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.cpu_kernel.packed_experts import PackedExperts
 from lightserve.common.ops import ExpertsParams, QuantizedWeight
 from lightserve.common.ops.experts import weight_of_expert
 
@@ -21,9 +23,9 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> T
     tokens, top_k = ids.shape
     computed = x.new_zeros(tokens * top_k, x.shape[1])
     for expert, pairs in _pairs_by_expert(ids):
-        rows = ops.linear(x[pairs // top_k], _weight(params.w13, expert, x), _row(params.b13, expert)).float()
+        rows = _linear(x[pairs // top_k], params.w13, params.b13, expert).float()
         activated = params.activation.of_rows(rows).to(x.dtype)
-        computed[pairs] = ops.linear(activated, _weight(params.w2, expert, x), _row(params.b2, expert))
+        computed[pairs] = _linear(activated, params.w2, params.b2, expert)
     out = torch.zeros(x.shape)
     for k_idx, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
         out += by_token * weights[:, k_idx, None]
@@ -39,9 +41,8 @@ def _pairs_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield expert, pairs
 
 
-def _weight(weight: Tensor | QuantizedWeight, expert: int, x: Tensor) -> Tensor:
-    return weight_of_expert(weight, expert).to(x.dtype)
-
-
-def _row(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]
+def _linear(x: Tensor, weight: Tensor | QuantizedWeight, biases: Tensor | None, expert: int) -> Tensor:
+    bias = None if biases is None else biases[expert]
+    if isinstance(weight, PackedExperts):
+        return weight.experts[expert].mm(x, bias)
+    return ops.linear(x, weight_of_expert(weight, expert).to(x.dtype), bias)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.cpu_kernel import _library
 from lightserve.common.cpu_kernel._library import BACKEND, library
-from lightserve.common.ops import Int4Weight, Int8Weight, QuantizedWeight, in_groups, pack_int4
+from lightserve.common.ops import Int4Weight, Int8Weight, Mxfp4Weight, QuantizedWeight, in_groups, pack_int4
 
 Product = Callable[..., Tensor]
 
@@ -49,9 +49,10 @@ class Packed(QuantizedWeight, ops.FusesNorm):
         return self.size
 
     def for_loading(self) -> QuantizedWeight:
-        return _empty_like(self.usual, self.device)
+        return empty_like(self.usual, self.device)
 
     def store_(self, loaded: QuantizedWeight) -> None:
+        loaded = _integers(loaded)
         tensors = _scales(loaded, self.group_size)
         self.descriptor.scale_bytes = tensors[0].element_size()
         self.codes.resize_(*self.codes.shape[:2], sum(_part_sizes(self.descriptor)))
@@ -61,6 +62,17 @@ class Packed(QuantizedWeight, ops.FusesNorm):
     @property
     def group_size(self) -> int:
         return int(self.descriptor.group)
+
+    def mm(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert library is not None, "only the library has this layout"
+        if x.dtype != torch.float32 or x.dim() != 2 or not x.is_contiguous():
+            rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+            return self.mm(rows, bias).to(x.dtype).view(*x.shape[:-1], self.size[0])
+        count = x.shape[0]
+        out = x.new_empty(count, self.size[0])
+        bias = None if bias is None else bias.float()
+        library.ls_linear_packed(self.address, x.data_ptr(), count, self.size[1], _address(bias), out.data_ptr())
+        return out
 
     def add_rms_norm_linear(
         self, x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, bias: Tensor | None, gated: bool
@@ -106,8 +118,12 @@ class PackedInt8Weight(Packed, Int8Weight):
 
 
 def empty_packed(usual: QuantizedWeight, input_bits: int = 8) -> Packed | None:
-    """Memory for weights like ``usual`` in the library's layout; None: the library cannot compute with them."""
-    if not isinstance(usual, Int4Weight | Int8Weight) or isinstance(usual, Packed) or usual.codes.dim() != 2:
+    """Memory for weights like ``usual`` in the library's layout; None: the library cannot compute with them.
+
+    It has no 4-bit floats: they take 8 bits.
+    """
+    kinds = Int4Weight | Int8Weight | Mxfp4Weight
+    if not isinstance(usual, kinds) or isinstance(usual, Packed) or usual.codes.dim() != 2:
         return None
     rows, columns = usual.shape
     group = min(usual.group_size, GROUP)
@@ -124,11 +140,11 @@ def empty_packed(usual: QuantizedWeight, input_bits: int = 8) -> Packed | None:
         size=(rows, columns),
         descriptor=descriptor,
         address=ctypes.addressof(descriptor),
-        usual=_empty_like(usual, torch.device("meta")),
+        usual=empty_like(usual, torch.device("meta")),
     )
 
 
-def _empty_like(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+def empty_like(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     has_offsets = weight.offsets is not None
     return type(weight).empty(weight.shape, weight.group_size, device, has_offsets=has_offsets)
 
@@ -140,6 +156,13 @@ def pack(weight: QuantizedWeight, input_bits: int = 8) -> QuantizedWeight:
         return weight
     packed.store_(weight)
     return packed
+
+
+def _integers(weight: QuantizedWeight) -> QuantizedWeight:
+    """4-bit floats are multiples of a half."""
+    if not isinstance(weight, Mxfp4Weight):
+        return weight
+    return Int8Weight(codes=(2 * weight.values()).to(torch.int8), scales=weight.float_scales() / 2)
 
 
 def _scales(weight: QuantizedWeight, group: int) -> list[Tensor]:
@@ -216,26 +239,15 @@ def _part_sizes(described: _library.PackedWeight) -> list[int]:
     return [*[scales] * (1 + described.has_min), BLOCK * GROUP * described.bits // 8]
 
 
-def _define_products(lib: ctypes.CDLL) -> None:
-    def linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-        if x.dtype != torch.float32 or x.dim() != 2 or not x.is_contiguous():
-            rows = x.reshape(-1, x.shape[-1]).float().contiguous()
-            return linear(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.size[0])
-        count = x.shape[0]
-        out = x.new_empty(count, weight.size[0])
-        bias = None if bias is None else bias.float()
-        lib.ls_linear_packed(weight.address, x.data_ptr(), count, weight.size[1], _address(bias), out.data_ptr())
-        return out
-
+def _define_products() -> None:
     def product_of(plain: Product) -> Product:
         def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-            return linear(x, weight, bias) if isinstance(weight, Packed) else plain(x, weight, bias)
+            return weight.mm(x, bias) if isinstance(weight, Packed) else plain(x, weight, bias)
 
         return product
 
     for op in (ops.linear_int4, ops.linear_int8):
         op.impl(BACKEND)(product_of(op.impls[ops.REFERENCE]))
-    ops.packs_for(BACKEND)(lambda usual, device, input_bits: empty_packed(usual, input_bits))
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -243,4 +255,4 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 if library is not None:
-    _define_products(library)
+    _define_products()

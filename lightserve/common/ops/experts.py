@@ -109,7 +109,8 @@ class ExpertsParams:
 
     With gate and up side by side one program computes both, and applies the activation before it writes anything.
     Experts without a gate (``Relu2``) have one row for each unit: ``w13`` is ``[experts, width, hidden]``.
-    Products with quantised weights do not round their inputs, whatever ``input_quant`` says.
+    Products with quantised weights do not round their inputs, whatever ``input_quant`` says, unless a backend's layout
+    (``empty_packed``) does.
     """
 
     w13: Tensor | QuantizedWeight  # [experts, 2 * width, hidden]

@@ -25,14 +25,15 @@ class FusesNorm(ABC):
         """
 
 
-# of a weight in the usual layout, without memory; where the packed one shall be; and ``input_bits``
+# of a weight ``[out, in]`` or ``[experts, out, in]`` in the usual layout, without memory; where the packed one shall
+# be; and ``input_bits``
 EmptyPacked = Callable[[QuantizedWeight, torch.device, int], QuantizedWeight | None]
 
 _LAYOUTS: dict[str, EmptyPacked] = {}  # by backend
 
 
 def packs_for(backend: str) -> Callable[[EmptyPacked], EmptyPacked]:
-    """Register the layout of a backend. Its products must take the usual layout as well."""
+    """Register the layout of a backend. Its products must take the usual layout as well, and ``experts`` both."""
 
     def register(function: EmptyPacked) -> EmptyPacked:
         _LAYOUTS[backend] = function

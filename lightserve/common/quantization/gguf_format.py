@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.gguf_blocks import BLOCK_TYPES, CHUNK, one_thread
-from lightserve.common.ops import Int4Weight, Int8Weight, QuantizedWeight, pack_int4
+from lightserve.common.checkpoint.gguf_blocks import BLOCK_TYPES, CHUNK, mxfp4_nibbles, one_thread
+from lightserve.common.ops import Int4Weight, Int8Weight, Mxfp4Weight, QuantizedWeight, pack_int4
 from lightserve.common.quantization.weight_format import RawTensor, WeightFormat, reads
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.quantization import PACKED_TYPES, GgufScheme
@@ -26,7 +27,7 @@ class GgufFormat(WeightFormat):
     has_row_per_output = True
 
     def __init__(self, scheme: GgufScheme) -> None:
-        self._encoding = scheme.encoding
+        self._encoding, self._column_tiles = scheme.encoding, scheme.column_tiles
         self._packed = PACKED_TYPES[scheme.encoding.name]
 
     def group_size(self, in_size: int) -> int:
@@ -47,20 +48,40 @@ class GgufFormat(WeightFormat):
         blocks = tensor.reshape(-1, n_bytes)
         is_cpu = tensor.device.type == "cpu"
         chunk = (CHUNK if is_cpu else DEVICE_CHUNK) // block
+        if isinstance(weight, Mxfp4Weight):  # rows of its scales may have gaps between them
+            weight.scales.copy_(blocks[:, 0].view(weight.scales.shape))
         with one_thread() if is_cpu else nullcontext():
             for begin in range(0, len(blocks), chunk):
                 _repack(name, blocks, weight, slice(begin, begin + chunk))
-        return weight
+        return weight if self._column_tiles == (1, 1) else _untiled(weight, *self._column_tiles)
 
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
+        if self._encoding.name == "MXFP4":
+            return Mxfp4Weight.empty(shape, group_size, device)
         kind = Int4Weight if self._packed.code_bits == 4 else Int8Weight
         return kind.empty(shape, group_size, device, has_offsets=self._packed.has_offsets)
 
 
+def _untiled(weight: QuantizedWeight, tiles: int, heads: int) -> QuantizedWeight:
+    """From columns of one part of every head, then of the next part, to all parts of a head. Parts are whole groups."""
+
+    def reorder(tensor: Tensor) -> Tensor:
+        parts = tensor.reshape(*tensor.shape[:-1], tiles, heads, -1)
+        return parts.transpose(-3, -2).reshape(tensor.shape)
+
+    offsets = None if weight.offsets is None else reorder(weight.offsets)
+    return replace(weight, codes=reorder(weight.codes), scales=reorder(weight.scales), offsets=offsets)
+
+
 def _repack(name: str, blocks: Tensor, weight: QuantizedWeight, chunk: slice) -> None:
-    """Write some of the blocks to where they belong in ``weight``, which is contiguous."""
+    """Write some of the blocks to where they belong in ``weight``, whose codes are contiguous."""
     chunk_blocks, count = blocks[chunk], len(blocks)
-    codes, (scales, offsets) = weight.codes.view(count, -1)[chunk], BLOCK_TYPES[name].read_scales(chunk_blocks)
+    codes = weight.codes.view(count, -1)[chunk]
+    if isinstance(weight, Mxfp4Weight):
+        nibbles = mxfp4_nibbles(chunk_blocks)
+        codes.copy_(nibbles[:, ::2] | (nibbles[:, 1::2] << 4))
+        return
+    scales, offsets = BLOCK_TYPES[name].read_scales(chunk_blocks)
     weight.scales.view(count, -1)[chunk] = scales
     if weight.offsets is not None and offsets is not None:
         weight.offsets.view(count, -1)[chunk] = offsets + 8 * scales if name in UNSIGNED else offsets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class LinearSpec:
     parts: tuple[LinearPart, ...]
     in_size: int  # of the whole linear
     columns: slice  # of the input that this rank multiplies
+    gather: Callable[[Tensor], Tensor] | None = None  # from them to the whole input; None: they are the whole input
     has_bias: bool = False  # in the checkpoint
     adds_bias: bool = True  # on this rank; False: another rank adds it
     is_transposed: bool = False  # the checkpoint stores the weight as [in, out]

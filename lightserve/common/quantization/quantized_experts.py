@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from lightserve.common.quantization.unquantized import slicer
 from lightserve.common.quantization.weight_format import RawLinear, RawTensor, WeightFormat, own_group_size
 from lightserve.errors import ModelFilesError
 
+META = torch.device("meta")
 WHOLE_EXPERTS = "use --ep, with which ranks have whole experts, or a smaller --tp"
 
 
@@ -25,16 +27,32 @@ class ExpertsFormats(NamedTuple):
     down: WeightFormat
 
 
+class _Stored:
+    """The weight of all experts that products read, and between its first piece and its last also the one to fill."""
+
+    def __init__(self, empty: Callable[[torch.device], QuantizedWeight], device: torch.device, input_bits: int) -> None:
+        packed = None if device == META else ops.empty_packed(empty(META), device, input_bits)
+        self.weight = empty(device) if packed is None else packed
+        self.loading = self.weight
+
+    def begin(self) -> None:
+        self.loading = self.weight.for_loading()
+
+    def end(self) -> None:
+        self.weight.store_(self.loading)
+        self.loading = self.weight
+
+
 class _Linear(NamedTuple):
     """A linear of the checkpoint, and where this rank stores its part of it."""
 
-    weight: QuantizedWeight  # w13 or w2
+    stored: _Stored  # w13 or w2
     format: WeightFormat
     out_size: int  # of the whole linear
     in_size: int
     rows: slice | Tensor  # of the whole linear that this rank stores
     columns: slice
-    into: slice  # rows of an expert's ``weight``
+    into: slice  # rows of an expert's weight
 
     def raw_tensors(self) -> dict[str, RawTensor]:
         return self.format.raw_tensors(self.out_size, self.in_size)
@@ -46,13 +64,20 @@ class _Linear(NamedTuple):
         self._own(expert).randomize_(generator, DUMMY_STD)
 
     def _own(self, expert: int) -> QuantizedWeight:
-        return self.weight.expert(expert).rows(self.into)
+        return self.stored.loading.expert(expert).rows(self.into)
 
 
 class QuantizedExperts(ExpertsMethod):
     """The weights of ``ops.ExpertsParams``, each of which is converted as soon as its last tensor was read."""
 
-    def __init__(self, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, formats: ExpertsFormats) -> None:
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        formats: ExpertsFormats,
+        packed_input_bits: int = 8,
+    ) -> None:
         self._spec, self._formats = spec, formats
         _check_order(spec, formats)
         experts, units, hidden = spec.num_own, spec.num_units, spec.hidden_size
@@ -63,8 +88,12 @@ class QuantizedExperts(ExpertsMethod):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.w13 = formats.gate_up.empty((experts, rows, hidden), group_13 or hidden, device)
-        self.w2 = formats.down.empty((experts, hidden, units), group_2 or units, device)
+        def stored(weight_format: WeightFormat, shape: tuple[int, ...], group: int | None) -> _Stored:
+            empty = partial(weight_format.empty, shape, group or shape[-1])
+            return _Stored(empty, device, packed_input_bits)
+
+        self._gate_up_stored = stored(formats.gate_up, (experts, rows, hidden), group_13)
+        self._down_stored = stored(formats.down, (experts, hidden, units), group_2)
         _check_kinds(spec, self.w13, self.w2)
         self.params = ops.ExpertsParams(
             w13=self.w13,
@@ -73,6 +102,14 @@ class QuantizedExperts(ExpertsMethod):
             b2=zeros(experts, hidden) if spec.has_bias and spec.adds_bias else None,
             activation=spec.activation,
         )
+
+    @property
+    def w13(self) -> QuantizedWeight:
+        return self._gate_up_stored.weight
+
+    @property
+    def w2(self) -> QuantizedWeight:
+        return self._down_stored.weight
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return ops.experts(x, ids, weights, self.params)
@@ -88,8 +125,12 @@ class QuantizedExperts(ExpertsMethod):
         return StoredSize(self.w13.nbytes + self.w2.nbytes + biases, num_weights)
 
     def restore_weights_before_loading(self) -> None:
-        for weight in (self.w13, self.w2):
-            weight.for_loading()  # experts have the usual layout
+        for stored in (self._gate_up_stored, self._down_stored):
+            stored.begin()
+
+    def process_weights_after_loading(self) -> None:
+        for stored in (self._gate_up_stored, self._down_stored):
+            stored.end()
 
     def pieces(self) -> Iterator[Piece]:
         if self._spec.layout is ExpertsLayout.EACH:
@@ -128,11 +169,11 @@ class QuantizedExperts(ExpertsMethod):
 
     def _gate_up(self, out_size: int, rows: slice | Tensor, into: slice) -> _Linear:
         hidden = self._spec.hidden_size
-        return _Linear(self.w13, self._formats.gate_up, out_size, hidden, rows, slice(0, hidden), into)
+        return _Linear(self._gate_up_stored, self._formats.gate_up, out_size, hidden, rows, slice(0, hidden), into)
 
     def _down(self, in_size: int, units: slice) -> _Linear:
         hidden = self._spec.hidden_size
-        return _Linear(self.w2, self._formats.down, hidden, in_size, slice(None), units, slice(None))
+        return _Linear(self._down_stored, self._formats.down, hidden, in_size, slice(None), units, slice(None))
 
 
 def _check_order(spec: ExpertsSpec, formats: ExpertsFormats) -> None:
@@ -164,7 +205,7 @@ def _pieces_of_one(prefix: str, linear: _Linear, slot: int | None) -> Iterator[P
         consumer = RawLinear(
             prefix,
             raw_tensors,
-            linear.weight.device,
+            linear.stored.weight.device,
             lambda raw: linear.store(at, raw),
             lambda generator: linear.fill_dummy(at, generator),
         )
@@ -195,7 +236,7 @@ def _pieces_of_all(prefix: str, linear: _Linear, spec: ExpertsSpec) -> Iterator[
             linear.fill_dummy(slot, generator)
 
     by_name = {names[suffix]: raw for suffix, raw in raw_tensors.items()}
-    consumer = RawLinear(parent, by_name, linear.weight.device, store, fill_dummy)
+    consumer = RawLinear(parent, by_name, linear.stored.weight.device, store, fill_dummy)
     for stored, raw in by_name.items():
         shape = (spec.num_experts, *(raw.shape[::-1] if is_transposed else raw.shape))
         others = tuple((spec.num_experts, *other_shape) for other_shape in raw.other_shapes)

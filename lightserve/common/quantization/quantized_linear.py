@@ -69,7 +69,7 @@ class QuantizedLinear(LinearMethod):
         group = own_group_size(weight_format, spec.parts[0].prefix, spec.in_size, spec.columns)
         self.weight = self._empty(group or spec.num_columns, device)
         self._loading: _Loading | None = None  # from the first piece to the last
-        # Which input each column of the weight multiplies; None: the columns have the order of the inputs.
+        # Which of all inputs each column of the weight multiplies; None: the columns are those of the spec.
         self.input_order: Tensor | None = None
         self._is_loaded = False
         has_bias = spec.has_bias and spec.adds_bias
@@ -101,11 +101,6 @@ class QuantizedLinear(LinearMethod):
         name = spec.parts[0].prefix
         if spec.is_transposed:
             raise ModelFilesError(f"{name}: a quantised linear that is stored as [in, out] is not supported")
-        if weight_format.has_input_order and spec.num_columns != spec.in_size:
-            raise ModelFilesError(
-                f"{name}: act-order spreads its groups over the inputs of all ranks; use --tp 1, or a checkpoint "
-                "without act-order (desc_act false)"
-            )
 
     def pieces(self) -> Iterator[Piece]:
         for linear_part, rows in self._spec.parts_with_rows():
@@ -142,16 +137,16 @@ class QuantizedLinear(LinearMethod):
         self._loading, self._is_loaded = None, True
 
     def _store_order(self, order: Tensor) -> None:
-        """Files with static groups say act-order, but have their inputs in order."""
+        """Of all inputs, so that all ranks decide alike. Static groups have act-order, but their inputs in order."""
         if self.input_order is not None:
-            self.input_order.copy_(order)
+            self.input_order.copy_(order[self._spec.columns])
         elif not torch.equal(order, torch.arange(len(order), device=order.device)):
             if self._is_loaded:
                 raise CheckpointError(
                     f"{self._spec.parts[0].prefix} has act-order, but the weights before had none; start another "
                     "server for this checkpoint"
                 )
-            self.input_order = order
+            self.input_order = order[self._spec.columns].clone()
 
     def bias_of_rows(self) -> Tensor | None:
         has_row_scales = self._loaded.scales.dtype == torch.float32
@@ -166,7 +161,8 @@ class QuantizedLinear(LinearMethod):
 
     def mm(self, x: Tensor) -> Tensor:
         if self.input_order is not None:
-            x = x.index_select(-1, self.input_order)
+            whole = x if self._spec.gather is None else self._spec.gather(x)
+            x = whole.index_select(-1, self.input_order)
         return _product_of(type(self.weight))(x, self.weight, self.bias)
 
     def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:

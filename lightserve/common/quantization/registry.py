@@ -33,7 +33,7 @@ def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = N
     quantization = config.quantization
     if quantization is None:
         return UnquantizedLinear
-    input_bits = packed_input_bits or (15 if config.hidden_size <= SMALL_HIDDEN_SIZE else 8)
+    input_bits = _input_bits(config, packed_input_bits)
 
     def method(scheme: Scheme | None, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
         if scheme is None:
@@ -45,6 +45,10 @@ def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = N
         return methods[0] if len(methods) == 1 else StackedLinear(methods)
 
     return make
+
+
+def _input_bits(config: ModelConfig, packed_input_bits: int | None) -> int:
+    return packed_input_bits or (15 if config.hidden_size <= SMALL_HIDDEN_SIZE else 8)
 
 
 def _runs(spec: LinearSpec, quantization: QuantConfig) -> list[tuple[Scheme | None, LinearSpec]]:
@@ -77,10 +81,12 @@ def float_method_factory(config: ModelConfig) -> LinearMethodFactory:
     return make
 
 
-def experts_method_factory(config: ModelConfig) -> ExpertsMethodFactory:
+def experts_method_factory(config: ModelConfig, packed_input_bits: int | None = None) -> ExpertsMethodFactory:
+    """``packed_input_bits`` as for linears."""
     quantization = config.quantization
     if quantization is None:
         return UnquantizedExperts
+    input_bits = _input_bits(config, packed_input_bits)
 
     def make(spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> ExpertsMethod:
         gate_up = _common_scheme(spec.gate_up_modules, quantization)
@@ -93,7 +99,8 @@ def experts_method_factory(config: ModelConfig) -> ExpertsMethodFactory:
                 f"{spec.prefix}: {quantized} is quantised, and not all of its experts' weights are ({quantization}), "
                 "which is not supported; use the unquantised checkpoint"
             )
-        return QuantizedExperts(spec, dtype, device, ExpertsFormats(format_of(gate_up), format_of(down)))
+        formats = ExpertsFormats(format_of(gate_up), format_of(down))
+        return QuantizedExperts(spec, dtype, device, formats, input_bits)
 
     return make
 

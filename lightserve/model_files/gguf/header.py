@@ -50,6 +50,7 @@ ENCODINGS = {
     20: Encoding("IQ4_NL", 32, 18),
     23: Encoding("IQ4_XS", 256, 136),
     30: Encoding("BF16", 1, 2),
+    39: Encoding("MXFP4", 32, 17),
 }
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

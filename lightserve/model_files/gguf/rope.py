@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from lightserve.model_files.gguf.fields import bad_value, number, number_or_none, unsupported
@@ -11,6 +12,7 @@ from lightserve.model_files.gguf.header import GgufHeader
 # Llama 3.1's values; the conversion to GGUF keeps only the factors computed from them.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
+ROPE_FACTORS = "rope_freqs.weight"
 YARN_FIELDS = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
@@ -30,8 +32,8 @@ def rope_fields(header: GgufHeader, head_dim: int, *, can_be_partial: bool = Fal
 
 
 def _rope_scaling(header: GgufHeader, theta: float, dim: int) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in header.tensors:
-        return _llama3_scaling(header, theta, dim)
+    if ROPE_FACTORS in header.tensors:
+        return llama3_scaling(header, theta, dim)
     if "rope_factors_long.weight" in header.tensors:
         return _longrope_scaling(header)
     key = "rope.scaling.type"
@@ -76,43 +78,53 @@ def _longrope_scaling(header: GgufHeader) -> dict[str, Any]:
     return scaling if attention_factor is None else {**scaling, "attention_factor": attention_factor}
 
 
-def _llama3_scaling(header: GgufHeader, theta: float, dim: int) -> dict[str, Any] | None:
+def llama3_scaling(header: GgufHeader, theta: float, dim: int) -> dict[str, Any] | None:
     """Llama 3.1's scaling, reconstructed from its factor for each frequency."""
-    factors = header.floats("rope_freqs.weight")
+    values = header.floats(ROPE_FACTORS)
+    factors, of_others = values[: dim // 2], values[dim // 2 :]  # of layers with more rotary dimensions
     factor = round(max(factors), 4)
     if factor == 1:
         return None
-    wavelengths = [2 * math.pi * theta ** (2 * i / dim) for i in range(dim // 2)]
-    # Between the bounds, 1/ratio interpolates between 1/factor and 1, so any such ratio yields the original context.
-    # Without such a ratio, any original context that scales the same frequencies gives the same factors.
-    originals = [
-        _original_context(wavelength, 1 / ratio, 1 / factor)
-        for wavelength, ratio in zip(wavelengths, factors, strict=False)
-        if 1 < ratio < factor * 0.999
-    ]
-    unscaled = [wavelength for wavelength, ratio in zip(wavelengths, factors, strict=False) if ratio == 1]
-    original = round(originals[0]) if originals else math.ceil(HIGH_FREQ_FACTOR * max(unscaled, default=0))
-    if len(factors) != dim // 2 or not _is_llama3(factors, wavelengths, factor, original):
-        raise unsupported(header, "rope_freqs.weight is not Llama 3's scaling; use the model's Hugging Face folder")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": LOW_FREQ_FACTOR,
-        "high_freq_factor": HIGH_FREQ_FACTOR,
-        "original_max_position_embeddings": original,
-    }
+    pairs = [(2 * math.pi * theta ** (2 * i / dim), ratio) for i, ratio in enumerate(factors)]
+    for high_factor, original in _candidates(pairs, factor):
+        is_whole = len(factors) == dim // 2 and all(value == 1 for value in of_others)
+        if is_whole and _is_llama3(pairs, factor, original / high_factor, original):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": LOW_FREQ_FACTOR,
+                "high_freq_factor": high_factor,
+                "original_max_position_embeddings": original,
+            }
+    raise unsupported(header, f"{ROPE_FACTORS} is not Llama 3's scaling; use the model's Hugging Face folder")
 
 
-def _original_context(wavelength: float, inverse: float, smallest: float) -> float:
-    smooth = (inverse - smallest) / (1 - smallest)
-    return wavelength * (smooth * (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR) + LOW_FREQ_FACTOR)
+def _candidates(pairs: list[tuple[float, float]], factor: float) -> Iterator[tuple[float, int]]:
+    """The factor of the upper bound, and the original context, that the ratios of some wavelengths need.
+
+    Between the bounds 1/ratio goes from 1/factor to 1, so one such ratio yields the original context for a known
+    factor, and two yield both. Without such a ratio, any original context that scales the same frequencies does.
+    """
+    blended = [(length, (factor / ratio - 1) / (factor - 1)) for length, ratio in pairs if 1 < ratio < factor * 0.999]
+    longest = max((length for length, ratio in pairs if ratio == 1), default=0)
+    for high_factor in (HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR):  # Llama 4 has one bound
+        if blended:
+            length, smooth = blended[0]
+            yield high_factor, round(length * (smooth * (high_factor - LOW_FREQ_FACTOR) + LOW_FREQ_FACTOR))
+        else:
+            yield high_factor, math.ceil(high_factor * longest)
+    if len(blended) > 1:
+        (short, first), (long, last) = blended[0], blended[-1]
+        span = (long - short) / (short * first - long * last)
+        yield round(span + LOW_FREQ_FACTOR, 2), round(short * (1 + first * span))
 
 
-def _is_llama3(factors: list[float], wavelengths: list[float], factor: float, original: int) -> bool:
+def _is_llama3(pairs: list[tuple[float, float]], factor: float, unscaled_below: float, scaled_above: float) -> bool:
     def expected(wavelength: float) -> float:
-        smooth = (original / wavelength - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)
-        smooth = min(1.0, max(0.0, smooth))
+        if wavelength <= unscaled_below or wavelength >= scaled_above:
+            return 1.0 if wavelength <= unscaled_below else factor
+        high_factor = scaled_above / unscaled_below
+        smooth = (scaled_above / wavelength - LOW_FREQ_FACTOR) / (high_factor - LOW_FREQ_FACTOR)
         return 1 / ((1 - smooth) / factor + smooth)
 
-    pairs = zip(factors, wavelengths, strict=True)
-    return original > 0 and all(math.isclose(actual, expected(length), rel_tol=1e-3) for actual, length in pairs)
+    return scaled_above > 0 and all(math.isclose(ratio, expected(length), rel_tol=1e-3) for length, ratio in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from lightserve.model_files.gguf.header import ENCODINGS, Encoding
 from lightserve.model_files.quantization.quant_config import PARSERS, QuantConfig, Scheme
 
 OPTIONAL_PREFIXES = ("", "transformer.", "gpt_neox.")  # of names in transformers, which the models leave out
-SCALE_BITS = 32  # of a scale and of an offset
+_OF_EXPERT = re.compile(r"\.\d+(?=\.\w+$)")  # its number in the name of a linear
 
 
 class PackedType(NamedTuple):
@@ -20,11 +21,12 @@ class PackedType(NamedTuple):
     code_bits: int
     group_size: int
     has_offsets: bool = False
+    scale_bits: int = 32  # of a scale and of an offset; 8: an exponent, for codes that are floats
 
     @property
     def bits(self) -> float:
         """Of a weight."""
-        return self.code_bits + (1 + self.has_offsets) * SCALE_BITS / self.group_size
+        return self.code_bits + (1 + self.has_offsets) * self.scale_bits / self.group_size
 
 
 PACKED_TYPES = {
@@ -40,29 +42,34 @@ PACKED_TYPES = {
     "Q6_K": PackedType(8, 16),
     "IQ4_NL": PackedType(8, 32),
     "IQ4_XS": PackedType(8, 32),
+    "MXFP4": PackedType(4, 32, scale_bits=8),
 }
 
 
 @dataclass(frozen=True)
 class GgufScheme(Scheme):
     encoding: Encoding
+    column_tiles: tuple[int, int] = (1, 1)  # of heads, whose columns change places: tiles, and heads in each
 
 
 class GgufModule(NamedTuple):
-    """A linear or an embedding whose blocks stay packed."""
+    """A linear or an embedding whose blocks stay packed, or that linear of all experts of a layer."""
 
     type: str
     num_weights: int
+    column_tiles: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
 class GgufQuantConfig(QuantConfig):
-    modules: Mapping[str, GgufModule]  # by name in transformers
+    modules: Mapping[str, GgufModule]  # by name in transformers; * stands for the number of each expert
 
     def scheme_of(self, module: str) -> Scheme | None:
-        names = (f"{prefix}{module}" for prefix in OPTIONAL_PREFIXES)
+        names = (f"{prefix}{name}" for prefix in OPTIONAL_PREFIXES for name in (module, _OF_EXPERT.sub(".*", module)))
         packed_module = next((self.modules[name] for name in names if name in self.modules), None)
-        return None if packed_module is None else GgufScheme(_ENCODINGS[packed_module.type])
+        if packed_module is None:
+            return None
+        return GgufScheme(_ENCODINGS[packed_module.type], packed_module.column_tiles)
 
     def __str__(self) -> str:
         types = sorted({module.type for module in self.modules.values()})

@@ -163,7 +163,13 @@ class RowWeight(LinearWeight):
         linear_part = LinearPart(prefix, out_size, slice(0, out_size))
         adds_bias = self._tp.rank == 0  # the sum over the ranks contains it once
         spec = LinearSpec(
-            (linear_part,), in_size, columns, has_bias=bias, adds_bias=adds_bias, is_transposed=is_transposed
+            (linear_part,),
+            in_size,
+            columns,
+            gather=self._tp.all_gather if self._tp.size > 1 else None,
+            has_bias=bias,
+            adds_bias=adds_bias,
+            is_transposed=is_transposed,
         )
         super().__init__(spec, context, takes_lora=True)
 

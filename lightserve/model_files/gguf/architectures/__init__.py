@@ -6,7 +6,20 @@ splits text in a way of its own.
 
 from __future__ import annotations
 
-from lightserve.model_files.gguf.architectures import delta, experts, gemma4, gpt, llama_like, mamba, norms, short_conv
+from lightserve.model_files.gguf.architectures import (
+    delta,
+    experts,
+    gemma4,
+    gpt,
+    latent,
+    llama4,
+    llama_like,
+    mamba,
+    norms,
+    short_conv,
+    since_2025,
+    step35,
+)
 from lightserve.model_files.gguf.architectures.architecture import Form, GgufArchitecture, Join, JoinedTensor, RowOrder
 from lightserve.model_files.gguf.fields import unsupported
 from lightserve.model_files.gguf.header import GgufHeader
@@ -20,6 +33,10 @@ ARCHITECTURES: dict[str, tuple[GgufArchitecture, ...]] = {
     **gemma4.ARCHITECTURES,
     **gpt.ARCHITECTURES,
     **experts.ARCHITECTURES,
+    **latent.ARCHITECTURES,
+    **llama4.ARCHITECTURES,
+    **since_2025.ARCHITECTURES,
+    **step35.ARCHITECTURES,
     **delta.ARCHITECTURES,
     **mamba.ARCHITECTURES,
     **short_conv.ARCHITECTURES,

@@ -45,7 +45,7 @@ def expert_fields(header: GgufHeader) -> dict[str, Any]:
 def moe_fields(header: GgufHeader) -> dict[str, Any]:
     """Of rotary decoders with experts. Older files do not say whether the weights of experts are renormalised."""
     fields = rotary_decoder_fields(header) | window_fields(header) | expert_fields(header)
-    fields["norm_topk_prob"] = flag(header, "expert_weights_norm", header.architecture == "qwen3moe")
+    fields["norm_topk_prob"] = flag(header, "expert_weights_norm", header.architecture in ("qwen3moe", "qwen3vlmoe"))
     fields["qkv_bias"] = fields["attention_bias"]
     shared = _rows(header, "ffn_gate_shexp.weight")
     return fields if shared is None else {**fields, "shared_expert_intermediate_size": shared}
@@ -164,17 +164,15 @@ def check_gating(header: GgufHeader, wanted: int, default: int) -> None:
         raise bad_value(header, "expert_gating_func", gating, str(wanted))
 
 
+SHARED_LINEARS = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
 SHARED_EXPERT: Names = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **{name: f"mlp.shared_expert.{linear}" for name, linear in SHARED_LINEARS.items()},
 }
-_DEEPSEEK_EXPERTS: Names = names.EXPERTS | {
+DEEPSEEK_EXPERTS: Names = {
+    **names.EXPERTS,
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **{name: f"mlp.shared_experts.{linear}" for name, linear in SHARED_LINEARS.items()},
 }
 DEEPSEEK_ATTENTION: Names = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -184,7 +182,7 @@ DEEPSEEK_ATTENTION: Names = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",  # of older files
 }
-_DEEPSEEK_TENSORS: Names = {**names.LLAMA, **_DEEPSEEK_EXPERTS, **DEEPSEEK_ATTENTION}
+DEEPSEEK_TENSORS: Names = {**names.LLAMA, **DEEPSEEK_EXPERTS, **DEEPSEEK_ATTENTION}
 _GPT_OSS_TENSORS: Names = {
     **names.LLAMA,
     "post_attention_norm": "post_attention_layernorm",
@@ -254,7 +252,7 @@ _GLM4_MOE = GgufArchitecture(
     "Glm4MoeForCausalLM",
     glm4_moe_fields,
     names.LAYERS,
-    {**names.QWEN3, **_DEEPSEEK_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+    {**names.QWEN3, **DEEPSEEK_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
     options=_EXPERTS,
 )
 _DEEPSEEK_V2 = GgufArchitecture(
@@ -262,11 +260,11 @@ _DEEPSEEK_V2 = GgufArchitecture(
     "DeepseekV2ForCausalLM",
     deepseek_v2_fields,
     names.LAYERS,
-    _DEEPSEEK_TENSORS,
+    DEEPSEEK_TENSORS,
     joined=(KV_B,),
     options=_EXPERTS,
 )
-_DEEPSEEK_V3 = replace(
+DEEPSEEK_V3 = replace(
     _DEEPSEEK_V2,
     model_type="deepseek_v3",
     model_class="DeepseekV3ForCausalLM",
@@ -277,10 +275,11 @@ _DEEPSEEK_V3 = replace(
 ARCHITECTURES = {
     "qwen2moe": (_QWEN2_MOE,),
     "qwen3moe": (_QWEN3_MOE,),
+    "qwen3vlmoe": (_QWEN3_MOE,),  # without the vision part, which is a file of its own
     "olmoe": (replace(_QWEN3_MOE, model_type="olmoe", model_class="OlmoeForCausalLM"),),
     "granitemoe": (_GRANITEMOE,),
     "gpt-oss": (_GPT_OSS,),
     "minimax-m2": (_MINIMAX_M2,),
     "glm4moe": (_GLM4_MOE,),
-    "deepseek2": (_DEEPSEEK_V3, _DEEPSEEK_V2),
+    "deepseek2": (DEEPSEEK_V3, _DEEPSEEK_V2),
 }

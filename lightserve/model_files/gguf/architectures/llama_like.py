@@ -150,6 +150,7 @@ _BAICHUAN = replace(
     expanded=frozenset({"output"}),  # Baichuan 2 divides the rows of its head by their length
 )
 _QWEN2 = GgufArchitecture("qwen2", "Qwen2ForCausalLM", rotary_decoder_fields, names.LAYERS, names.LLAMA)
+_QWEN3 = replace(_QWEN2, model_type="qwen3", model_class="Qwen3ForCausalLM", tensors=names.QWEN3)
 _SEED_OSS = replace(
     _QWEN2,
     model_type="seed_oss",
@@ -171,6 +172,8 @@ ARCHITECTURES = {
     "baichuan": (_BAICHUAN,),
     "qwen": (GgufArchitecture("qwen", "QWenLMHeadModel", qwen_fields, "transformer.h", QWEN_TENSORS),),
     "qwen2": (_QWEN2,),
-    "qwen3": (replace(_QWEN2, model_type="qwen3", model_class="Qwen3ForCausalLM", tensors=names.QWEN3),),
+    "qwen2vl": (_QWEN2,),  # without the vision part, which is a file of its own
+    "qwen3": (_QWEN3,),
+    "qwen3vl": (_QWEN3,),
     "seed_oss": (_SEED_OSS,),
 }
