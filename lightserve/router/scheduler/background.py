@@ -17,8 +17,9 @@ from collections import deque
 CLIENT_S = 60.0  # after the last request of a client, another one may still come: a person reads the answer
 SHARE_OF_TTFT = 0.1  # what a step may take. A request arrives in the middle of one on average, and waits for half of it
 MIN_SHARE_OF_TIME = 0.05  # that background requests get in any case, so that they end
-# A step that takes a little longer than the shortest one is not worth shortening: it reads the weights in any case.
-SHARE_OF_SHORTEST = 1.25
+# A step that takes a little longer than the shortest one is not worth shortening: it reads the weights in any case. On
+# a GPU that includes a chunk of a prompt: at 1.25 a batch beside chats had steps of one token on an H200.
+SHARE_OF_SHORTEST = 1.5
 MAX_RECENT = 16  # times to first tokens that count: their median
 FIRST_TOKENS = 16
 NEIGHBOURS = 3  # steps whose median counts as one: the results of two may be seen at once
@@ -33,7 +34,8 @@ class BackgroundLimit:
         self._ttfts_s: deque[float] = deque(maxlen=MAX_RECENT)
         self._ttft_s = math.inf
         self._last_s: deque[float] = deque(maxlen=NEIGHBOURS)
-        self._shortest_s = math.inf  # of all steps
+        self._shortest_s = math.inf  # of those that had few background tokens for the sake of clients
+        self._is_limited = False  # the step that was planned last
         self._client_until_s = -math.inf
         self.pause_s = 0.0  # after the last step, if it and the next one have background requests only
 
@@ -43,7 +45,8 @@ class BackgroundLimit:
 
     def tokens(self, now_s: float) -> int | None:
         """Of the next step; None: as many as it has room for, because no client is there."""
-        return int(self._tokens) if now_s < self._client_until_s else None
+        self._is_limited = now_s < self._client_until_s
+        return int(self._tokens) if self._is_limited else None
 
     def on_first_token(self, seconds: float) -> None:
         """A client's request got it so long after its admission."""
@@ -51,12 +54,17 @@ class BackgroundLimit:
         self._ttft_s = statistics.median(self._ttfts_s)
 
     def on_step(self, background_tokens: int, seconds: float) -> None:
-        """A step with so many of them has ended."""
+        """A step with so many of them has ended.
+
+        Only one such step is in flight at a time, so it takes longer than those of clients: launching it counts, too.
+        """
         self.pause_s = self._pause_after(seconds) if background_tokens else 0.0
+        if not background_tokens or not self._is_limited:
+            return
         self._last_s.append(seconds)
         self._shortest_s = min(self._shortest_s, sorted(self._last_s)[len(self._last_s) // 2])
         longest_s = max(SHARE_OF_SHORTEST * self._shortest_s, SHARE_OF_TTFT * self._ttft_s)
-        if not background_tokens or math.isinf(longest_s):
+        if math.isinf(longest_s):
             return
         if seconds > longest_s:
             shrunk = min(self._tokens, background_tokens) * max(longest_s / seconds, MAX_SHRINKING)

@@ -245,18 +245,25 @@ def test_there_are_pauses_only_while_clients_may_come() -> None:
 class TimedServer(RecordingServer):
     """On a virtual clock. Lines of a batch follow each other."""
 
-    def __init__(self, costs: tuple[float, float] = (STEP_S, TOKEN_S)) -> None:
-        """``costs``: seconds of a step, and of each of its tokens."""
+    def __init__(
+        self, costs: tuple[float, float] = (STEP_S, TOKEN_S), prompt_s: float = 0.0, lead_s: float = 0.0
+    ) -> None:
+        """``costs``: seconds of a step, and of each of its tokens. Besides ``prompt_s`` of a step with prompts, and
+        ``lead_s`` of one that is sent when no other is in flight: with background requests."""
         super().__init__(make(60_000, batch_max_tokens=512, chunk_size=128, max_running=64))
         self.num_background = 0  # tokens
-        self._costs = costs
+        self.num_requests = 60  # chats and lines of the batch
+        self._costs, self._prompt_s, self._lead_s = costs, prompt_s, lead_s
         self._ids = iter(range(1_000_000))
+        self._background_ids = set[int]()
         self._last_end_s = 0.0
 
     def advance(self) -> None:
         """A step. Without one, time passes too."""
-        while self.scheduler.num_running + self.scheduler.num_waiting < 60:
-            self.scheduler.add(background(number := next(self._ids), [number * 200 + i for i in range(100)], 50))
+        while self.scheduler.num_running + self.scheduler.num_waiting < self.num_requests:
+            number = next(self._ids)
+            self._background_ids.add(number)
+            self.scheduler.add(background(number, [number * 200 + i for i in range(100)], 50))
         pause_s = background_pause_s(self.scheduler.groups, self.now_s)
         if pause_s is not None and self.now_s < self._last_end_s + pause_s:
             self.now_s += 0.0005
@@ -269,7 +276,10 @@ class TimedServer(RecordingServer):
     @property
     def step_s(self) -> float:
         step_s, token_s = self._costs
-        return step_s + token_s * sum(self.counts.values())
+        has_prompts = any(count > 1 for count in self.counts.values())
+        has_background = not self._background_ids.isdisjoint(self.counts)
+        steps_s = step_s + token_s * sum(self.counts.values())
+        return steps_s + self._prompt_s * has_prompts + self._lead_s * has_background
 
     def ttft_s(self, after_s: float) -> float:
         """Of a chat that comes so much later."""
@@ -301,3 +311,18 @@ def test_chats_beside_a_batch_get_their_first_token_a_tenth_later_at_most(costs:
     assert statistics.median(ttfts_s) < 1.1 * alone_s
     assert statistics.mean(ttfts_s[20:]) < 1.1 * alone_s  # how long steps are is learned first
     assert server.num_background > 50 * len(pauses_s)  # the batch goes on
+
+
+def test_a_batch_has_steps_with_many_tokens_where_those_of_prompts_take_a_third_longer() -> None:
+    """An H200 with Llama-3-8B: 4.3 ms, 1.5 ms more with prompts. Without chats it would compute 10,000 tokens/s."""
+    rng = random.Random(7)
+    server = TimedServer((0.0043, 1.2e-5), prompt_s=0.0015, lead_s=0.002)
+    server.num_requests = 0
+    for _ in range(3):
+        server.ttft_s(rng.uniform(0.2, 0.6))  # steps of chats alone: the next one is sent before they end
+    server.num_requests, begin_s, tokens = 60, server.now_s, server.num_background
+
+    for _ in range(30):
+        server.ttft_s(rng.uniform(0.2, 0.6))
+
+    assert (server.num_background - tokens) / (server.now_s - begin_s) > 2000
