@@ -71,6 +71,11 @@ class Client:
             (result.urgent_ttft if req.priority == URGENT else result.ttft).append(ttft)
         return finished
 
+    def record_gap(self, seconds: float, num_requests: int) -> None:
+        """So many requests got a token, and go on."""
+        self._result.gaps.append(seconds)
+        self._result.gap_counts.append(num_requests)
+
     def follow_up(self, finished: Sequence[Req], now: float) -> None:
         """The streams of these requests send their next ones, as soon as they have the ends of the last."""
         if self._is_closed:

@@ -41,6 +41,16 @@ class DecodeRun:
         self._slots.append(pool.alloc(count))
         return True
 
+    @property
+    def num_fitting(self) -> int:
+        """So many more steps find free slots, without evicting cached tokens."""
+        return self._batch.pool.slots.num_free // len(self.rows)
+
+    def plan_many(self, steps: int) -> None:
+        """``plan`` so many of those steps. Their slots are those that steps planned one by one get."""
+        count = len(self.rows)
+        self._slots.extend(self._batch.pool.alloc(count * steps).reshape(steps, count))
+
     def apply(self, token_ids: list[int], last_token_s: float) -> list[OneStep]:
         """Give the requests what was planned. All of them have got ``token_ids``, the last at ``last_token_s``.
 
@@ -82,6 +92,8 @@ class DecodeRunScheduler(Scheduler):
         may_start = (len(group.queue) and not is_full) or group.admission.may_prefetch
         if not is_simple or group.isolation.is_active or may_start or not _all_decode(group):
             return None
+        for step_part in group.parts:
+            step_part.begin_step()  # what was computed before may be stored once the run has ended
         return DecodeRun(group.batch, may_evict=not any(source.stores_evicted for source in group.sources))
 
     def end_decodes(self, run: DecodeRun, token_ids: list[int], last_token_s: float) -> None:

@@ -128,8 +128,7 @@ class Gateway:
 
     def observe(self, number: int, ended: EndedStep, now: float) -> None:
         """A step of the replica ended: what the dispatcher would see of it."""
-        if (events := self._servers[number].cached.take_events()) is not None:
-            self._index.apply(number, events)
+        self._take_events(number)
         num_requests = sum(ended.gap_counts) + len(ended.others)
         if num_requests:
             assignments = [self._dispatches[number, req.req_id].assignment for req in ended.others]
@@ -141,6 +140,15 @@ class Gateway:
                 else:
                     del self._job_at[req.req_id]
                 self._end(number, req.req_id)
+
+    def observe_decode(self, number: int, num_requests: int, now: float) -> None:
+        """``observe`` of a step that gave each of so many requests a token, and ended none."""
+        self._take_events(number)
+        self._servers[number].load.observe_step(num_requests, (), now)
+
+    def _take_events(self, number: int) -> None:
+        if (events := self._servers[number].cached.take_events()) is not None:
+            self._index.apply(number, events)
 
     def _routed(self, req: Req, servers: Sequence[Server]) -> RoutedRequest:
         blocks: list[int] = req.block_hashes.tolist()

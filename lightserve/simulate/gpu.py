@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from lightserve.messages.int_arrays import NO_INT64, Int64Array, int32s, int64s
+from lightserve.messages.int_arrays import NO_INT64, Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import NO_DRAFTS, DraftColumns, Step, TokenColumns
+
+Float64Array = npt.NDArray[np.float64]
 
 EOS, OTHER = 0, 1  # token ids that the simulated model returns
 MIN_IDS = 1024  # requests that arrays are made for at once
@@ -48,6 +52,12 @@ class CostModel:
             return 0.0
         rest_s = self.rest_s[0] + self.rest_s[1] * tokens
         return self.matmul_s(tokens) + kv_read * self.kv_bytes / self.bytes_per_s + pairs / self.pairs_per_s + rest_s
+
+    def decode_s(self, tokens: int, kv_read: Int64Array) -> Float64Array:
+        """``step_s`` of several steps that only decode, to the last bit."""
+        rest_s = self.rest_s[0] + self.rest_s[1] * tokens
+        seconds: Float64Array = self.matmul_s(tokens) + kv_read * self.kv_bytes / self.bytes_per_s + rest_s
+        return seconds
 
 
 H200 = CostModel()
@@ -90,6 +100,11 @@ class Worker:
         """``run`` with so many steps that decode these requests and no others."""
         self._computed[req_ids] += steps
         self._left[req_ids] -= steps
+
+    def last_ids(self, req_ids: Int64Array, steps: int) -> Iterator[Int32Array]:
+        """Which tokens each of the last so many steps of ``decode`` returned, in their order."""
+        for later in reversed(range(steps)):
+            yield np.where(self._left[req_ids] + later > 0, OTHER, EOS).astype(np.int32)
 
     def run(self, step: Step) -> WorkerResult:
         for new in step.new:

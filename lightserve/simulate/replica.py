@@ -21,11 +21,14 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.decode_run import DecodeRun, DecodeRunScheduler
+from lightserve.simulate.decode_times import DecodedStep, DecodeTimes
 from lightserve.simulate.frontend_latency import NO_FRONTEND, FrontendLatency
 from lightserve.simulate.gpu import H200, OTHER, CostModel, Worker
 from lightserve.simulate.kv_tiers import SimulatedTiers, StoreBlocks, Tiers
 
 MIN_DECODES = 2  # steps: fewer are planned one by one
+MAX_DECODES = 64  # whose times are computed at once: another request comes before the end of most longer runs
+MIN_SLACK_S = 1e-6  # from the end of a step to the planning of the next but one: far more than times are rounded by
 
 LIMITS = SchedulerLimits(  # on a GPU
     256,
@@ -116,10 +119,12 @@ class Replica:
         self._free_s = 0.0  # when the worker finishes its last step
         self._client_waits = False
         self._decodes: DecodeRun | None = None  # steps that the scheduler and the worker do not know of yet
-        self._max_decodes = 0  # so many such steps end no request
+        self._num_plain = 0  # so many such steps end no request
         self._ended_decodes = 0
         self._kv_read = 0  # by the next one of them
         self._last_end_s = 0.0  # of a step
+        self._ahead: DecodeTimes | None = None  # of steps of the run, none of which is planned before it must be
+        self._decoded: list[DecodedStep] = []
 
     def add(self, req: Req, output_len: int, now: float, transfer_params: KvTransferParams | None = None) -> None:
         """The simulated model generates ``output_len`` more tokens. ``transfer_params``: KV of its prompt may come."""
@@ -138,9 +143,10 @@ class Replica:
         self.settle(now)
         self.remote_kv.finish(received)
 
-    def cancel_transfer(self, req_id: int, transfer_id: int, was_started: bool) -> None:
+    def cancel_transfer(self, cancel: KvCancel, now: float) -> None:
         """Nobody computes the prompt."""
-        self.remote_kv.cancel(KvCancel(req_id, transfer_id, was_started))
+        self._end_ahead(now)
+        self.remote_kv.cancel(cancel)
 
     def abort(self, req_id: int, now: float) -> None:
         self.settle(now)
@@ -151,6 +157,17 @@ class Replica:
         self._plan_until(now)
         self._end_decodes()
 
+    def decoded(self, now: float) -> list[DecodedStep]:
+        """The steps that have only decoded and ended before now. ``end_step`` returns them no more."""
+        if self._ahead is not None:
+            self._take_decoded(self._ahead, now)
+        decoded, self._decoded = self._decoded, []
+        return decoded
+
+    def ends_step(self, now: float) -> bool:
+        """Whether a step ends now, though ``due_s`` is later."""
+        return self._ahead is not None and self._ahead.next_end_s == now
+
     def end_step(self, now: float) -> EndedStep | None:
         """Give the tokens of the step that ends now to their requests; None: no step does."""
         self._plan_until(now)
@@ -158,6 +175,8 @@ class Replica:
             self.tiers.advance(now)
         if not self._in_flight or self._in_flight[0].end_s != now:
             return None
+        if self._in_flight[0].tokens is None and self._ended_decodes == self._num_plain:
+            self._end_decodes()
         _, seconds, tokens, sends, prompt_tokens, drafts = self._in_flight.popleft()
         if self.tiers is not None:
             self.tiers.observe_step(prompt_tokens, seconds)
@@ -177,22 +196,29 @@ class Replica:
 
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
+        self._end_ahead(now)
+        self._plan_at(now)
+        self._begin_ahead()
+
+    def _plan_at(self, now: float) -> None:
         if self.tiers is not None:
             self.tiers.advance(now)
         while len(self._in_flight) < self._depth and not self._is_early(now):
             if not (self._plan_decode(now) or self._plan(now)):
                 break
-        self.due_s = self._in_flight[0].end_s if self._in_flight else math.inf
-        if self.tiers is not None:
-            self.due_s = min(self.due_s, self.tiers.next_s)
+        self.due_s = min(self._in_flight[0].end_s if self._in_flight else math.inf, self._next_tier_s())
+
+    def _next_tier_s(self) -> float:
+        return math.inf if self.tiers is None else self.tiers.next_s
 
     def _plan_until(self, now: float) -> None:
         """Plan the steps that were due before now. Nothing has happened here since then."""
+        self._end_ahead(now)
         while self._in_flight and len(self._in_flight) < self._depth and not self._client_waits:
             due_s = self._free_s - self._lead_s
             before = len(self._in_flight)
             if due_s < now:
-                self.run(due_s)
+                self._plan_at(due_s)
             if len(self._in_flight) == before:
                 return
 
@@ -211,7 +237,7 @@ class Replica:
     def _plan_decode(self, now: float) -> bool:
         """Plan a step that decodes all requests, if it is clear that nothing else happens in it."""
         run = self._decodes or self._begin_decodes()
-        if run is None or len(run) == self._max_decodes or not run.plan():
+        if run is None or len(run) == run.max_steps or not run.plan():
             return False
         self._send(now, _InFlight(0.0, self._cost.step_s(len(run.rows), self._kv_read, 0.0), None))
         self._kv_read += len(run.rows)
@@ -229,11 +255,50 @@ class Replica:
         run = self.scheduler.begin_decodes() if self._skips else None
         if run is None:
             return None
-        self._max_decodes = min(run.max_steps, self._worker.plain_steps(run.req_ids))
-        if self._max_decodes < MIN_DECODES:
+        self._num_plain = self._worker.plain_steps(run.req_ids)
+        if min(run.max_steps, self._num_plain) < MIN_DECODES:
             return None
         self._decodes, self._ended_decodes, self._kv_read = run, 0, self._worker.kv_len(run.req_ids)
         return run
+
+    def _begin_ahead(self) -> None:
+        """If nothing happens here but steps of the run for a while, and each is planned while one is in flight."""
+        run = self._decodes
+        if run is None or self._client_waits or self._depth < MIN_DECODES or not self._in_flight:
+            return
+        num_steps = min(min(run.max_steps, self._num_plain + 1) - len(run), run.num_fitting, MAX_DECODES)
+        shortest_s = self._in_flight[0].seconds
+        if num_steps < MIN_DECODES or shortest_s < self._lead_s + MIN_SLACK_S or self._in_flight[0].tokens is not None:
+            return
+        kv_read = self._kv_read + len(run.rows) * np.arange(num_steps)
+        seconds = self._cost.decode_s(len(run.rows), kv_read).tolist()
+        in_flight = [(step.end_s, step.seconds) for step in self._in_flight]
+        self._ahead = DecodeTimes(in_flight, seconds, self._lead_s)
+        self.due_s = min(self._ahead.ends[-1], self._next_tier_s())
+
+    def _take_decoded(self, ahead: DecodeTimes, now: float) -> None:
+        decoded = ahead.take_ended(now, self._last_end_s, len(self._decodes.rows) if self._decodes else 0)
+        if decoded:
+            self._decoded += decoded
+            self._ended_decodes += len(decoded)
+            self._last_end_s = decoded[-1].end_s
+
+    def _end_ahead(self, now: float) -> None:
+        """Plan the steps that were due before now, at once. Then ``due_s`` is when the first in flight ends."""
+        ahead, run, self._ahead = self._ahead, self._decodes, None
+        if ahead is None or run is None:
+            return
+        self._take_decoded(ahead, now)
+        num_planned = ahead.num_planned(now) - ahead.num_begun
+        run.plan_many(num_planned)
+        self._kv_read += len(run.rows) * num_planned
+        self.steps += num_planned
+        self.peak_used = max(self.peak_used, self.scheduler.only_group.pool.used)
+        self._in_flight = deque(_InFlight(end_s, seconds, None) for end_s, seconds in ahead.in_flight(now))
+        self._free_s = self._in_flight[-1].end_s
+        if self.tiers is not None:
+            self.tiers.advance(ahead.last_event_s(now))
+        self.due_s = min(self._in_flight[0].end_s, self._next_tier_s())
 
     def _end_decodes(self) -> None:
         run, self._decodes = self._decodes, None
@@ -241,9 +306,10 @@ class Replica:
             return
         self._worker.decode(run.req_ids, len(run))
         self.scheduler.end_decodes(run, [OTHER] * self._ended_decodes, self._last_end_s)
-        tokens = TokenColumns(run.req_ids, np.full(len(run.rows), OTHER, dtype=np.int32))
+        last_ids = self._worker.last_ids(run.req_ids, len(run) - self._ended_decodes)
         self._in_flight = deque(
-            step if step.tokens is not None else step._replace(tokens=tokens) for step in self._in_flight
+            step if step.tokens is not None else step._replace(tokens=TokenColumns(run.req_ids, next(last_ids)))
+            for step in self._in_flight
         )
 
     def _is_early(self, now: float) -> bool:

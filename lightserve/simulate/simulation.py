@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightserve.messages.block_hash import BLOCK_TOKENS
-from lightserve.messages.cluster import KvTarget, KvTransferTimeout, RemotePrefillRequest
+from lightserve.messages.cluster import KvCancel, KvTarget, KvTransferTimeout, RemotePrefillRequest
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.worker_calls import KvReceived
 from lightserve.router.req import Req
@@ -72,6 +72,7 @@ class Simulation:
     def run(self) -> Result:
         begin = time.thread_time()
         while (now := self._next_s()) < math.inf:
+            self._catch_up(now)
             touched = set()
             while self._changes and self._changes[0][0] <= now:
                 touched |= self._change(*heapq.heappop(self._changes))
@@ -116,15 +117,32 @@ class Simulation:
     def _next_change_s(self) -> float:
         return self._changes[0][0] if self._changes else math.inf
 
+    def _catch_up(self, now: float) -> None:
+        """See the steps that only decoded and ended before now, in their order."""
+        ended = []
+        for number, replica in self.replicas.items():
+            ended += [(step.end_s, number, step) for step in replica.decoded(now)]
+            if replica.ends_step(now):
+                heapq.heappush(self._due, (now, number))
+                replica.due_s = now
+        for end_s, number, step in sorted(ended):
+            self.result.seconds = end_s
+            self._client.record_gap(step.gap_s, step.num_requests)
+            if self._gateway is not None:
+                self._gateway.observe_decode(number, step.num_requests, end_s)
+
     def _run(self, number: int, now: float) -> None:
         replica = self.replicas.get(number)
         if replica is None:
             return
         replica.run(now)
-        if replica.due_s < math.inf:
-            heapq.heappush(self._due, (replica.due_s, number))
+        self._push_due(number)
         if replica.messages:
             self._handle_messages(number, replica, now)
+
+    def _push_due(self, number: int) -> None:
+        if self.replicas[number].due_s < math.inf:
+            heapq.heappush(self._due, (self.replicas[number].due_s, number))
 
     def _end_step(self, number: int, now: float) -> set[int]:
         """Returns the replicas that have something to plan."""
@@ -193,7 +211,8 @@ class Simulation:
 
     def _cancel_transfer(self, transfer_id: int, req_id: int, decode: int, now: float, *, was_started: bool) -> None:
         """Nobody computes the prompt. The decode server goes on with what has come."""
-        self.replicas[decode].cancel_transfer(req_id, transfer_id, was_started)
+        self.replicas[decode].cancel_transfer(KvCancel(req_id, transfer_id, was_started), now)
+        self._push_due(decode)
         self._transfers.end(transfer_id, now)
 
     def _receive(self, transfer_id: int, transfer: Transfer, now: float) -> int:
@@ -234,6 +253,7 @@ class Simulation:
             prefill = gateway.remove_job(req_id)
             if prefill is not None:
                 self.replicas[prefill].abort(req_id, now)
+                self._push_due(prefill)
         return lost
 
     def _start(self, number: int) -> None:

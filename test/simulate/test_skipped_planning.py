@@ -16,8 +16,9 @@ from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimi
 from lightserve.simulate.decode_run import DecodeRunScheduler
 from lightserve.simulate.gpu import H200, OTHER, CostModel
 from lightserve.simulate.kv_tiers import Store, Tiers
+from lightserve.simulate.kv_transfer import Split
 from lightserve.simulate.load import Load, fixed, lognormal
-from lightserve.simulate.replica import Replica, Setup
+from lightserve.simulate.replica import EndedStep, Replica, Setup
 from lightserve.simulate.result import Result
 from lightserve.simulate.simulation import Failure, Simulation, simulate
 from test.router.processing import process_tokens
@@ -66,7 +67,46 @@ def test_the_figures_are_those_of_steps_that_are_planned_one_by_one(  # noqa: PL
     assert figures(skipped) == figures(planned)
 
 
-def test_most_steps_of_a_few_streams_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_figures_of_servers_with_roles_are_the_same_too(seed: int) -> None:
+    load = replace(LOAD, prompt_len=lognormal(200, 1.0, 500), rate=15.0, num_prefixes=4, prefix_len=100, seed=seed)
+    setup = Setup("fifo", LIMITS, pool_size=3000, tiers=TIERS)
+    failures = [Failure(0.5, 2, 0.5), Failure(1.0, 0, 0.3)]
+    split = Split(("prefill", "decode", "decode"), min_tokens=64)
+
+    skipped = simulate(setup, load, 3, "prefix", failures, split)
+    planned = simulate(replace(setup, skips_planning=False), load, 3, "prefix", failures, split)
+
+    assert figures(skipped) == figures(planned)
+    assert skipped.moved_tokens > 0
+
+
+def test_the_simulation_looks_at_a_server_that_only_decodes_less_often_than_at_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends: list[float] = []
+    end_step = Replica.end_step
+
+    def observed(replica: Replica, now: float) -> EndedStep | None:
+        ends.append(now)
+        return end_step(replica, now)
+
+    monkeypatch.setattr(Replica, "end_step", observed)
+
+    result = simulate(Setup(), replace(LOAD, streams=2, count=20))
+
+    assert len(ends) < result.steps / 3
+
+
+def test_the_times_of_decodes_are_those_of_single_steps() -> None:
+    kv_read = np.arange(0, 100_000, 777)
+
+    for rows in (1, 7, 300):
+        assert H200.decode_s(rows, kv_read).tolist() == [H200.step_s(rows, each, 0.0) for each in kv_read.tolist()]
+
+
+@pytest.mark.parametrize("tiers", [None, replace(TIERS, ram=replace(RAM, num_bytes=100 * RAM.num_bytes), storage=())])
+def test_most_steps_of_a_few_streams_are_skipped(monkeypatch: pytest.MonkeyPatch, tiers: Tiers | None) -> None:
     times: list[float] = []
     plan = Scheduler.next_step
 
@@ -76,9 +116,9 @@ def test_most_steps_of_a_few_streams_are_skipped(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Scheduler, "next_step", next_step)
 
-    result = simulate(Setup(), replace(LOAD, streams=2, count=20))
+    result = simulate(Setup(tiers=tiers), replace(LOAD, streams=2, count=20))
 
-    assert len(times) < result.steps / 4
+    assert len(times) < result.steps / 10, "about one and a half for each request"
 
 
 def test_replicas_hold_the_same_slots_either_way() -> None:

@@ -76,8 +76,8 @@ class OffloadQueue(PoolListener):
     @property
     def has_work(self) -> bool:
         """Whether a step that only decodes may store something, or one in flight does."""
-        is_storing = self._queued or self._storing or self._planned or self._new_of_groups or self._planned_of_groups
-        return bool(is_storing) or len(self._new) > self._num_recent
+        is_storing = self._queued or self._storing or self._new_of_groups or self._planned_of_groups
+        return bool(is_storing) or len(self._new) + len(self._planned) > self._num_recent
 
     def keys_of(self, req: Req, end: int) -> list[bytes]:
         """The keys of all whole blocks before ``end``."""
