@@ -1,6 +1,7 @@
 """What replaced aten operators and fused ones gain: torch, ours, and FlagGems if it is installed.
 
     python -m benchmark.kernels.aten                       # a GPU; --device cpu tries it on tiny shapes
+    python -m benchmark.kernels.aten --only mm sample      # without the model
 
 Calls are replayed as a graph over more memory than the cache holds. The model is transformers' Llama with random
 weights, called step by step, with the launches of Python.
@@ -10,74 +11,33 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import lightserve.ops
+from benchmark.kernels.aten_cases import GPU, TRIED, Case, Sizes, cases
 from lightserve.bench.ceilings import seconds_per_call
+from lightserve.bench.kernel_cases import InputFactory
 from lightserve.common.device import Device, pick_device
 
 ROTATED_BYTES = 256 * 2**20
 MAX_COPIES = 64
-
-
-class Sizes(NamedTuple):
-    rows: tuple[int, ...]
-    hidden: int
-    width: int
-    vocab: int
-    layers: int
-    prompt: int
-
-
-GPU = Sizes((1, 8, 64, 2048), hidden=4096, width=14336, vocab=32000, layers=4, prompt=512)
-TRIED = Sizes((1, 3), hidden=64, width=96, vocab=128, layers=2, prompt=9)
-
-
-class Case(NamedTuple):
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    by_torch: Callable[..., object]
-    ours: Callable[..., object] | None = None  # of a fused op; None: the same call, with aten replaced
-
-
-def cases(sizes: Sizes) -> Iterator[Case]:
-    hidden, width = sizes.hidden, sizes.width
-    fused = torch.ops.lightserve
-    for rows in sizes.rows:
-        x = (rows, hidden)
-        yield Case("silu", ((rows, width),), F.silu)
-        yield Case("gelu", ((rows, width),), F.gelu)
-        yield Case("relu", ((rows, width),), F.relu)
-        yield Case("layer_norm", (x, (hidden,), (hidden,)), lambda x, w, b: F.layer_norm(x, w.shape, w, b))
-        yield Case("rms_norm", (x, (hidden,)), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5))
-        yield Case("mm", (x, (width, hidden)), F.linear)
-        yield Case("addmm", (x, (hidden, hidden), (hidden,)), F.linear)
-        yield Case("add_rms_norm", (x, x, (hidden,)), _add_norm, lambda x, r, w: fused.add_rms_norm(x, r, w, 1e-5))
-        yield Case("silu_and_mul", ((rows, 2 * width),), _silu_and_mul, fused.silu_and_mul)
-
-
-def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(residual.add_(x), weight.shape, weight, 1e-5)
-
-
-def _silu_and_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+SLOWER = 1.05  # than torch, which the table then says
 
 
 def microseconds(call: Callable[..., object], case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    num_bytes = sum(torch.Size(shape).numel() for shape in case.shapes) * dtype.itemsize
+    new = InputFactory(device, dtype)
+    inputs = [case.inputs(new)]
+    num_bytes = sum(tensor.nbytes for tensor in inputs[0] if isinstance(tensor, Tensor))
     copies = max(2, min(MAX_COPIES, ROTATED_BYTES // num_bytes)) if device.type != "cpu" else 2
-    inputs = [[torch.randn(shape, device=device, dtype=dtype) for shape in case.shapes] for _ in range(copies)]
+    inputs += [case.inputs(new) for _ in range(copies - 1)]
     return seconds_per_call([partial(call, *args) for args in inputs], device, repeats=5) * 1e6
 
 
@@ -88,21 +48,24 @@ def flag_gems() -> Callable[[], AbstractContextManager[Any]] | None:
     return use
 
 
-def table(platform: Device, device: torch.device, sizes: Sizes) -> None:
-    gems, dtype = flag_gems(), platform.dtypes[0]
+def table(platform: Device, device: torch.device, measured: Iterable[Case]) -> None:
+    gems, dtype, slower = flag_gems(), platform.dtypes[0], []
     with lightserve.ops.use_ops(device=platform.name) as replaced:
         print(f"replaced on {platform.name}: {', '.join(replaced)}")
     print(f"FlagGems: {'installed' if gems else 'not installed'}; us of a call in {dtype}")
-    print(f"{'op':14} {'rows':>6} {'torch':>9} {'ours':>9} {'gain':>7}{'FlagGems':>10}")
-    for case in cases(sizes):
+    print(f"{'op':18} {'rows':>6} {'torch':>9} {'ours':>9} {'gain':>7}{'FlagGems':>10}")
+    for case in measured:
         torch_us = microseconds(case.by_torch, case, dtype, device)
         with lightserve.ops.use_ops(device=platform.name):
             ours_us = microseconds(case.ours or case.by_torch, case, dtype, device)
-        row = f"{case.name:14} {case.shapes[0][0]:>6} {torch_us:9.2f} {ours_us:9.2f} {torch_us / ours_us:6.2f}x"
+        row = f"{case.name:18} {case.rows:>6} {torch_us:9.2f} {ours_us:9.2f} {torch_us / ours_us:6.2f}x"
         if gems is not None:
             with gems():
                 row += f"{microseconds(case.by_torch, case, dtype, device):10.2f}"
         print(row, flush=True)
+        if ours_us > SLOWER * torch_us:
+            slower.append(f"{case.name} of {case.rows}")
+    print(f"slower than torch by more than {SLOWER - 1:.0%}: {', '.join(slower) or 'none'}")
 
 
 def model_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Any:
@@ -112,8 +75,8 @@ def model_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Any:
         hidden_size=sizes.hidden,
         intermediate_size=sizes.width,
         num_hidden_layers=sizes.layers,
-        num_attention_heads=max(sizes.hidden // 128, 2),
-        num_key_value_heads=max(sizes.hidden // 512, 1),
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
         vocab_size=sizes.vocab,
     )
     with device:
@@ -159,12 +122,15 @@ def _seconds(work: Callable[[], Any]) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu or cuda; omitted: the best one here")
-    platform = pick_device(parser.parse_args(argv).device)
+    parser.add_argument("--only", nargs="+", default=[], metavar="OP", help="these rows of the table, and no model")
+    options = parser.parse_args(argv)
+    platform = pick_device(options.device)
     device = platform.torch_device(0)
     sizes = TRIED if platform.name == "cpu" else GPU
     with torch.no_grad():
-        table(platform, device, sizes)
-    compare_model(platform, device, sizes)
+        table(platform, device, [case for case in cases(sizes) if not options.only or case.name in options.only])
+    if not options.only:
+        compare_model(platform, device, sizes)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ from lightserve.conformance.inputs.op_args import ARGS
 TOKENS = (1, 3, 17)
 # of the length of the difference to that of the definition's result; both round their steps to the dtype
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-MAX_OTHER_CODES = 0.02  # of 8-bit codes: numbers in the middle between two may be rounded to either
+# Of 8-bit codes: numbers in the middle between two may be rounded to either. An op that is made of finer ones may round
+# what it quantises before, in bfloat16 by up to a quarter of a code.
+MAX_OTHER_CODES = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.25}
+# The number of the argument that nobody may read after a call: the sum is in it, or elsewhere.
+UNDEFINED_AFTER = {"add_rms_norm_gate_up": 1, "add_rms_norm_linear": 1, "add_rms_norm_lora_linear": 1}
 FLOAT8_STEP = 0.13  # from a number in e4m3 to the next, at most
 
 NATIVE, COMPOSED, MISSING = "native", "composed", "missing"
@@ -79,7 +83,8 @@ def _outcome(name: str, dtype: torch.dtype, tokens: int, device: torch.device) -
     args = ARGS[name](tokens, dtype, device.type)
     try:
         out = ops.OPS[name](*args)
-        return [tensor.cpu() for tensor in (*tensors_in(out), *tensors_in(args))]
+        defined = tuple([arg for number, arg in enumerate(args) if number != UNDEFINED_AFTER.get(name)])
+        return [tensor.cpu() for tensor in (*tensors_in(out), *tensors_in(defined))]
     except Exception as error:  # a vendor's library may raise anything; the other ops go on
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
@@ -103,18 +108,21 @@ def _compare(report: OpReport, expected: list[Tensor] | str, actual: list[Tensor
     elif [tensor.shape for tensor in expected] != [tensor.shape for tensor in actual]:
         report.problems.append(f"{dtype}: other shapes than the definition")
     else:
-        error = max((_distance(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
+        error = max((_distance(*pair, dtype) for pair in zip(actual, expected, strict=True)), default=0.0)
         report.errors[dtype] = max(report.errors.get(dtype, 0.0), error)
         if not error <= LIMITS[dtype]:
             report.problems.append(f"{dtype}: {error:.1e} from the definition; the limit is {LIMITS[dtype]:.1e}")
 
 
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative; 0 for codes that differ by rounding, infinite for other dtypes, integers or infinities."""
+def _distance(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """Relative, of what an op gives for numbers of ``dtype``.
+
+    0 for codes that differ by rounding, infinite for other dtypes, integers or infinities.
+    """
     if actual.dtype != expected.dtype:
         return torch.inf
     if expected.dtype in (torch.int8, torch.float8_e4m3fn):
-        return 0.0 if _are_codes_close(actual.float(), expected.float()) else torch.inf
+        return 0.0 if _are_codes_close(actual.float(), expected.float(), MAX_OTHER_CODES[dtype]) else torch.inf
     if not expected.is_floating_point():
         return 0.0 if torch.equal(actual, expected) else torch.inf
     wide, wanted = actual.double(), expected.double()
@@ -125,7 +133,7 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
     return float(difference / wanted[is_number].norm().clamp(min=1e-6))
 
 
-def _are_codes_close(actual: Tensor, expected: Tensor) -> bool:
+def _are_codes_close(actual: Tensor, expected: Tensor, max_other: float) -> bool:
     differs = actual.nan_to_num(999) != expected.nan_to_num(999)
     steps = (actual - expected).abs() <= torch.clamp(expected.abs() * FLOAT8_STEP, min=1)
-    return not differs.any() or bool(steps[differs].all() and differs.float().mean() <= MAX_OTHER_CODES)
+    return not differs.any() or bool(steps[differs].all() and differs.float().mean() <= max_other)

@@ -20,6 +20,7 @@ from lightserve.common.device import Device, pick_device
 from lightserve.errors import ServerError
 from lightserve.ops.aten import ATEN, Replacement
 from lightserve.ops.fused import FUSED
+from lightserve.ops.place import current_device
 from lightserve.utils.spelling import nearest
 
 __all__ = ["ATEN", "FUSED", "disable", "enable", "enabled", "only_enable", "use_ops"]
@@ -87,7 +88,7 @@ def _restore(before: Replacement | None) -> None:
 
 def _bound(device: str | None) -> Device:
     platform = pick_device(device)
-    platform.bind(platform.torch_device(0))
+    platform.bind(current_device(platform))
     return platform
 
 

@@ -18,6 +18,7 @@ from lightserve.common import ops
 from lightserve.common.device import Device
 from lightserve.common.ops.registry import Op
 from lightserve.errors import ServerError
+from lightserve.ops.place import is_current
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -151,7 +152,8 @@ class Replacement:
         replaced, original = ATEN[name], torch.library.get_kernel(f"aten::{name}", key)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "is_true", False) or not replaced.takes(*args, **kwargs):
+            is_ours = replaced.takes(*args, **kwargs) and is_current(args[0].device, self.platform)
+            if getattr(self._inside, "is_true", False) or not is_ours:
                 return original.call_boxed(self._keys, *args, **kwargs)
             self._inside.is_true = True
             try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,44 +12,16 @@ from torch.nn import functional as F
 
 import lightserve.ops
 from lightserve.common import ops
-from lightserve.common.device import API_VERSION, base, registry
 from lightserve.common.device.cpu import CpuDevice
 from lightserve.errors import ServerError
+from lightserve.ops import aten
 from lightserve.ops.aten import dispatch_key
+from lightserve.ops.place import current_device, is_current
+from test.aten.devices import DEVICES, each_device, on
 from test.models.tiny import build_hf
-from test.ops.cases import ARGS, FLOATS, TOLERANCE, randn
+from test.ops.cases import FLOATS, TOLERANCE, randn
 
 ROWS, WIDTH = 5, 64
-
-
-class Interpreted(CpuDevice):
-    """Triton's kernels, interpreted; on a machine with a GPU, the device cuda is tested instead."""
-
-    name = "interpreted"
-    api_version = API_VERSION
-    ops_backend = "triton"
-    ops_module = "lightserve.common.triton_kernel"
-    uses_library = False
-
-
-DEVICES = ["cpu", "cuda" if torch.cuda.is_available() else "interpreted"]
-each_device = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    found = [EntryPoint("interpreted", f"{__name__}:Interpreted", registry.ENTRY_POINTS)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.ENTRY_POINTS else [])
-    registry._loaded.cache_clear()
-    monkeypatch.setattr(base, "_bound", None)
-    yield
-    lightserve.ops.disable()
-    registry._loaded.cache_clear()
-    ops.use_backend(ops.REFERENCE)
-
-
-def on(device: str) -> str:
-    return "cuda" if device == "cuda" else "cpu"
 
 
 def numbers(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -220,35 +191,28 @@ def test_the_tensors_of_a_vendor_have_the_key_that_torch_keeps_for_one(monkeypat
         dispatch_key("tpu")
 
 
-@each_device
-@pytest.mark.parametrize("name", lightserve.ops.FUSED)
-def test_a_fused_operator_is_the_op_of_its_name(device: str, name: str) -> None:
-    lightserve.ops.enable(device=device)
-    args, wanted_args = (ARGS[name](ROWS, torch.float32, on(device)) for _ in range(2))
-    if name == "sample":
-        args, wanted_args = args[:4], wanted_args[:4]
-    expected = ops.OPS[name].impls[ops.REFERENCE](*wanted_args)
+@pytest.mark.parametrize(("current", "is_ours"), [(0, False), (1, True)])
+def test_kernels_take_only_tensors_of_the_device_that_they_are_launched_on(
+    monkeypatch: pytest.MonkeyPatch, current: int, is_ours: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    platform = CpuDevice()
+    monkeypatch.setattr(CpuDevice, "torch_type", "xpu")
+    monkeypatch.setattr(CpuDevice, "torch_device", lambda self, index: torch.device("xpu", index))
 
-    out = getattr(torch.ops.lightserve, name)(*args)
-
-    if expected is not None:
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    for after, wanted in zip(args, wanted_args, strict=True):
-        torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-5)
+    assert current_device(platform) == torch.device("xpu", current)
+    assert is_current(torch.device("xpu", 1), platform) is is_ours
+    assert not is_current(torch.device("cuda", current), platform)
 
 
-def test_a_fused_operator_says_that_it_has_no_backward_pass() -> None:
-    x = randn(ROWS, WIDTH).requires_grad_()
+def test_an_operator_on_another_device_stays_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightserve.ops.only_enable(["silu"], device="cpu")
+    monkeypatch.setattr(aten, "is_current", lambda device, platform: False)
 
-    with pytest.raises(RuntimeError, match=r"backward through lightserve.silu_and_mul.* but no autograd formula"):
-        torch.ops.lightserve.silu_and_mul(x).sum().backward()
+    torch.testing.assert_close(F.silu(torch.ones(3)), torch.ones(3).sigmoid())
 
-
-def test_a_fused_operator_is_compiled_in_a_graph() -> None:
-    compiled = torch.compile(lambda x: torch.ops.lightserve.silu_and_mul(x) + 1, backend="eager", fullgraph=True)
-    x = randn(ROWS, WIDTH)
-
-    torch.testing.assert_close(compiled(x), ops.silu_and_mul(x) + 1)
+    assert calls() == {}
 
 
 def gpt_neox() -> Any:

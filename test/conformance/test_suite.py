@@ -152,6 +152,25 @@ def test_an_operator_that_differs_from_its_definition_is_found(
     assert shown["relu"].startswith("ok")
 
 
+def separate_sum(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    summed = residual.clone()
+    return ops.linear(ops.add_rms_norm(x, summed, norm_weight, eps), weight, bias), summed
+
+
+def test_a_sum_may_be_in_the_memory_of_the_residual_or_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = ops.OPS["add_rms_norm_linear"]
+    for backend in op.impls.keys() - {ops.REFERENCE} or {"cpu"}:
+        monkeypatch.setitem(op.impls, backend, separate_sum)
+
+    assert main.main(["--device", "cpu", "--only", "ops", "--ops", op.name]) == 0
+
+    assert lines(capsys)[op.name].startswith("ok native")
+
+
 def test_an_unknown_operator_is_refused_with_one_that_is_like_it() -> None:
     with pytest.raises(ServerError, match="--ops silo: there is no such op; did you mean silu"):
         main.main(["--device", "cpu", "--only", "ops", "--ops", "silo"])

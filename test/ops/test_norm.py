@@ -85,6 +85,16 @@ def test_rms_norm_reads_a_part_of_a_wider_row(backend: str, dtype: torch.dtype, 
     assert_close(out, ops.rms_norm(wide(x), wide(weight), EPS), dtype)
 
 
+@each_backend_and_dtype(ops.rms_norm)
+def test_rms_norm_takes_every_other_number_of_a_weight(backend: str, dtype: torch.dtype) -> None:
+    x = randn(3, 64, dtype=dtype, device=device_of(backend))
+    weight = randn(128, dtype=dtype, device=device_of(backend), seed=1)[::2]
+
+    out = ops.rms_norm.impls[backend](x, weight, EPS)
+
+    assert_close(out, ops.rms_norm(wide(x), wide(weight), EPS), dtype)
+
+
 @each_backend_and_dtype(ops.add_rms_norm)
 def test_add_rms_norm_writes_no_further_than_the_residual(backend: str, dtype: torch.dtype) -> None:
     x, buffer = (randn(4, n, dtype=dtype, device=device_of(backend), seed=n) for n in (40, 48))
