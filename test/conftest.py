@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 
@@ -84,7 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if "triton.runtime.interpreter" in sys.modules and not torch.cuda.is_available():
+        from test.interpreter import speed_up
+
+        speed_up(checks_overflow=bool(session.config.getoption("--long")))
+    _freeze_what_is_collected()
+
+
+def _freeze_what_is_collected() -> None:
     """Fifteen thousand tests and the modules that they import stay: no collection of garbage has to visit them.
 
     Tests that make many objects, such as those that parse source code, took three to six times as long.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.common.device.profile import H200
+from lightserve.common.triton_kernel import _gpu
 from lightserve.common.triton_kernel.linear import norm_linear
 from test.models.architectures.case import build
 from test.models.architectures.hybrid import CASES
@@ -20,8 +23,12 @@ from test.models.tiny import build_hf, build_model, build_ours, build_with_kv, h
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Include the fused norm and linear: it serves bfloat16, which the interpreter cannot multiply."""
+    """Include the fused norm and linear: it serves bfloat16, which the interpreter cannot multiply.
+
+    Programs run one after the other, also the hundreds for other multiprocessors that end at once.
+    """
     monkeypatch.setattr(norm_linear, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=12))
     ops.use_backend("triton")
     yield
     ops.use_backend(ops.REFERENCE)
@@ -70,7 +77,7 @@ def test_kernels_in_the_interpreter_give_the_logits_of_transformers(name: str) -
     "name",
     [  # one with each kind of state; test/ops/state interprets every kernel of them
         *("falcon_h1-norm", "lfm2", "qwen3_5_text"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("kimi_linear", "nemotron_h-experts")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("kimi_linear", "minimax", "nemotron_h-experts")),
     ],
 )
 def test_kernels_of_recurrent_layers_give_the_logits_of_transformers(name: str) -> None:

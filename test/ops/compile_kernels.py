@@ -4,9 +4,10 @@
     python -m test.ops.compile_kernels gfx942 sample
 
 The arguments are a compute capability or an architecture of AMD, and which kernels: ``sample``, some of a decode step;
-``heavy``, which use much shared memory, only as far as that is known; ``all``, in bfloat16, which nearly every model
-has; ``every dtype``, every head_dim and every option of attention alone, which takes many minutes; or ``without
-assembly``, those that hold it elsewhere. The wrappers run on CPU tensors while Triton is told that such a GPU is there,
+``each``, every kernel in few configurations; ``heavy``, which use much shared memory, only as far as that is known;
+``all``, in the configurations of large models too, these three in bfloat16, which nearly every model has; ``every
+dtype``, every head_dim and every option of attention alone, which takes many minutes; or ``without assembly``,
+those that hold it elsewhere. The wrappers run on CPU tensors while Triton is told that such a GPU is there,
 and each launch stops after the compiler. So a kernel is compiled with the very types, constants and alignments that its
 wrapper passes. This runs as a process of its own, because Triton decides on import whether it interprets.
 """
@@ -66,7 +67,7 @@ from test.ops.cases import (
     with_alibi,
     with_options,
 )
-from test.ops.quantized import CODES, empty_cache, quantized
+from test.ops.quantized import CODES, empty_cache, empty_latents, quantized, quantized_latents
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = {  # ARGS holds 64
@@ -101,6 +102,16 @@ CARDS = {
     "gfx950": _amd("gfx950", 64, 256, 160),  # MI350X, MI355X
     "gfx1100": _amd("gfx1100", 32, 96, 64),  # Radeon RX 7900
 }
+# each kind of weights, with one scale per row, per tile, and with several in a tile; the largest tile
+QUANTIZED_EXPERTS: list[tuple[type[ops.QuantizedWeight], int, bool, int]] = [
+    (ops.Fp8Weight, 2048, False, 8),
+    (ops.Fp8Weight, 128, False, 128),
+    (ops.Int8Weight, 32, True, 8),
+    (ops.Int4Weight, 128, True, 8),
+    (ops.Int4Weight, 32, False, 64),
+    (ops.Mxfp4Weight, 32, False, 8),
+    (ops.Mxfp4Weight, 16, False, 8),
+]
 SAMPLE = ("add_rms_norm", "token_attention", "sample", "silu_and_mul", "linear_int4")
 
 
@@ -163,6 +174,23 @@ def compile_every_wrapper(dtype: torch.dtype) -> None:
     ops.sample.impls["triton"](*ARGS["sample"](16, dtype, "cpu")[:4])  # without masks
 
 
+def compile_each_kernel(dtype: torch.dtype) -> None:
+    """Those that no wrapper launches with its ``ARGS`` too."""
+    compile_every_wrapper(dtype)
+    compile_shared_prefix(dtype, 64)
+    compile_latents_without_positions(dtype)
+    compile_linear(dtype)
+    compile_norm_linear(dtype)
+    compile_lora_linear(dtype)
+    weight = int4_weight(128, 8192, 128, "cpu")
+    _int4_tiles.multiply(torch.ones(1, 8192, dtype=dtype), weight, None, next(iter(_int4_tiles.NARROW.values())))
+    compile_pairs(dtype, experts_params(32, 2048, 768, dtype, "cpu"))
+    compile_quantized_experts(dtype, QUANTIZED_EXPERTS[:1])
+    _weight_only_linear.dequantize(eight_bit_weight(128, 2048, torch.int8, "cpu"), dtype)
+    product = torch.ones(8, 128, dtype=torch.int32)
+    _scaled_products.scale_output(product, torch.ones(8, 1), torch.ones(128), None, dtype)
+
+
 def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     """The kernels with large tiles, at the largest number of rows that their rules allow."""
     for dim in head_dims:
@@ -170,8 +198,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
         for backend in BACKENDS:
             ops.context_attention.impls[backend](*with_alibi(context_attention_args(*shape), torch.ones(8)))
             ops.token_attention.impls[backend](*with_alibi(attention_args(*shape), torch.ones(8)))
-        q, cache, batch, options = attention_args(*shape)
-        ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
+        compile_shared_prefix(dtype, dim)
     if dtype != torch.float16:  # its tiles are those of bfloat16
         compile_latent_attention(dtype)
     compile_linear(dtype)
@@ -181,6 +208,11 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_eight_bit(dtype)
     compile_linear_int4(dtype)
     compile_state(dtype)
+
+
+def compile_shared_prefix(dtype: torch.dtype, dim: int) -> None:
+    q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int, *, with_each_alone: bool) -> None:
@@ -232,8 +264,32 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
         for backend in BACKENDS:
             ops.latent_token_attention.impls[backend](*decode)
         ops.latent_context_attention.impls["triton"](q, latent, cache, kv_b, batch, options)
+    compile_latents_without_positions(dtype)
+    if dtype == torch.bfloat16:
+        compile_quantized_latents()
     for heads in (32, 64):  # of GLM-5 and DeepSeek V3.2
         ops.select_tokens.impls["triton"](*selection_args([(70, 1), (80, 9)], (heads, 128), dtype, "cpu"))
+
+
+def compile_latents_without_positions(dtype: torch.dtype) -> None:
+    q, latent, norm, _, slots, cache = ARGS["write_latent"](16, dtype, "cpu")
+    ops.write_latent.impls["triton"](q, latent, norm, None, slots, cache)
+
+
+def compile_quantized_latents() -> None:
+    """With the sizes of DeepSeek, in bfloat16, whose queries are converted to float16."""
+    lens, shape, dtype = [(70, 1), (80, 9)], (16, 128, 64, 128, 512), torch.bfloat16
+    for codes in filter(ops.active_traits().has_dot, CODES):
+        q, latent, cache, kv_b, batch, options = latent_context_args(lens, shape, dtype, "cpu")
+        coded, has_decodes = quantized_latents(cache, shape[-1], codes), replace(batch, has_decodes=True)
+        ops.latent_context_attention.impls["triton"](q, latent, coded, kv_b, has_decodes, options)
+        invariant = ops.batch_invariant("triton")
+        ops.latent_context_attention.impls[invariant](q, latent, coded, kv_b, replace(batch, plans={}), options)
+        *args, plain = ARGS["write_latent"](16, dtype, "cpu")
+        rank = args[2].weight.shape[0]
+        ops.OPS["write_latent"].impls["triton"](
+            *args, empty_latents((17, rank, plain.shape[2] - rank), codes, dtype, "cpu")
+        )
 
 
 def compile_state(dtype: torch.dtype) -> None:
@@ -292,31 +348,29 @@ def compile_experts(dtype: torch.dtype) -> None:
     x, params = torch.ones(2, 2048, dtype=dtype), experts_params(32, 2048, 768, dtype, "cpu")
     ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
     ops.experts.impls["triton"](x, ids, weights, params)
+    compile_pairs(dtype, params)
     pairs = sort_pairs(ids, 32, 16)
-    for tokens in (30, 1200):  # other tiles, other kernels
-        sort_pairs(torch.zeros(tokens, 2, dtype=torch.int32), 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)
         expert_linear(gated, floats(params.w2), blocks, config)
     expert_linear(x, floats(params.w13), blocks, experts.INVARIANT, None, ops.Relu2())
+    compile_quantized_experts(dtype, QUANTIZED_EXPERTS)
+
+
+def compile_pairs(dtype: torch.dtype, params: ops.ExpertsParams) -> None:
+    x, ids = torch.ones(2, 2048, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+    for tokens in (30, 1200):  # other tiles, other kernels
+        sort_pairs(torch.zeros(tokens, 2, dtype=torch.int32), 32, 16)
+    pairs = sort_pairs(ids, 32, 16)
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
     for activation in (params.activation, ops.Relu2()):
         _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, activation)
-    compile_quantized_experts(dtype)
 
 
-def compile_quantized_experts(dtype: torch.dtype) -> None:
-    """Each kind of weights, with one scale per row, per tile, and with several in a tile; the largest tile."""
-    weights: list[tuple[type[ops.QuantizedWeight], int, bool, int]] = [
-        (ops.Fp8Weight, 2048, False, 8),
-        (ops.Fp8Weight, 128, False, 128),
-        (ops.Int8Weight, 32, True, 8),
-        (ops.Int4Weight, 128, True, 8),
-        (ops.Int4Weight, 32, False, 64),
-        (ops.Mxfp4Weight, 32, False, 8),
-        (ops.Mxfp4Weight, 16, False, 8),
-    ]
+def compile_quantized_experts(
+    dtype: torch.dtype, weights: Sequence[tuple[type[ops.QuantizedWeight], int, bool, int]]
+) -> None:
     x, ids = torch.ones(2, 2048, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
     for kind, group, has_offsets, block_m in weights:
         weight = kind.empty((4, 256, 2048), group, torch.device("cpu"), has_offsets=has_offsets)
@@ -365,14 +419,17 @@ def main(card_name: str, which: str) -> None:
     if which == "without assembly":
         ops.use_traits(replace(ops.active_traits(), has_inline_ptx=False))
         compile_linear_int4(torch.bfloat16)
+        compile_quantized_latents()
     elif which == "sample":
         for name in SAMPLE:
             ops.OPS[name].impls["triton"](*ARGS[name](16, torch.bfloat16, "cpu"))
         compile_linear(torch.bfloat16)
+    elif which == "each":
+        compile_each_kernel(torch.bfloat16)
     else:
         compile_for(compiler, which)
     compiler.dtype = "bfloat16"
-    for dim in () if which == "sample" else HEAD_DIMS["heavy"] if which == "heavy" else (128,):
+    for dim in () if which in ("sample", "each") else HEAD_DIMS["heavy"] if which == "heavy" else (128,):
         compile_quantized_kv(dim)
     with_assembly = sorted(compiler.with_assembly)
     print(

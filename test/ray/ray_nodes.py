@@ -17,6 +17,7 @@ from typing import Any
 from lightserve.cli.main import main
 from lightserve.ray import client
 from lightserve.ray.messages import DeploymentStatus
+from test.api.server import ServerProcess
 from test.waiting import wait_until
 
 COMMAND_S = 900.0  # a rolling update waits for the streams
@@ -24,6 +25,17 @@ STORE_BYTES = 80 << 20  # of each node
 CHANGE_S = 180.0  # for replicas to start or end on a loaded machine
 PAUSE_S = 0.2  # between two questions to the cluster: each keeps three processes busy, which others need to start
 CLI = (sys.executable, "-m", "lightserve.cli.main")
+
+
+class Gateway(ServerProcess):
+    """The server at a URL, whose process belongs to Ray."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
 
 
 @dataclass

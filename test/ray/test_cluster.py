@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("ray", reason="the extra ray is not installed")
+pytest.importorskip("ray.serve", reason="the extra ray is not installed")  # Ray alone lacks Serve
 
 import ray
 from ray import serve
@@ -31,7 +31,7 @@ from test.api.test_dp import COMPLETE, bodies, expected, model
 from test.api.test_restart import Clients, clients_of
 from test.cluster.tcp_cluster import takes_connections
 from test.ports import free_port
-from test.ray.ray_nodes import CHANGE_S, COMMAND_S, RayNodes, is_up, ray_nodes, status, wait_for, wait_serving
+from test.ray.ray_nodes import CHANGE_S, COMMAND_S, Gateway, RayNodes, is_up, ray_nodes, status, wait_for, wait_serving
 from test.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -46,17 +46,6 @@ OTHER_CPUS = "0.2"  # of a replica of other deployments: two have room beside it
 SEVERAL = ("--name", "several", "--gateways", "2", "--cpus_per_replica", OTHER_CPUS)
 ROLES = ("--roles", "prefill=1,decode=2", "--min_remote_prefill_tokens", "128")
 PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 16, 512, 8  # round_robin finds 87 % of one server's hits
-
-
-class Gateway(ServerProcess):
-    """The server at a URL, whose process belongs to Ray."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    @property
-    def url(self) -> str:
-        return self._url
 
 
 @pytest.fixture(scope="module")
