@@ -17,7 +17,7 @@ NOT_HOOKS = {
     *("_adapted", "_post_norm_forward", "_attention_and_mixer", "_attended"),
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
     "_without_gate",
-    *("_names_of_all_stages", "send_to_next_stage"),
+    *("_names_of_all_stages", "send_to_next_stage", "keep_states_after", "_aux_until"),
     *(
         "merged_checkpoint",
         "check_adapters",

@@ -38,7 +38,7 @@ LAYERS: dict[str, set[str]] = {
     "model_files.safetensors_header": {"errors"},
     "media": {"errors", "messages", "model_files"},
     "media.reader": {"errors", "media", "messages", "outbound"},
-    "media.audio": {"errors", "media", "model_files"},
+    "media.audio": {"errors", "media", "model_files", "utils"},
     "media.fetch": {"errors", "outbound"},
     "outbound": {"errors"},
     "mcp": {"errors", "outbound", "utils"},

@@ -28,7 +28,6 @@ class ModelFacts:
     generates_text: bool = True
     has_kv_cache: bool = True
     kv_dtype: str | None = None  # None: KV is not quantised
-    has_latent_attention: bool = False
     has_experts: bool = False
     has_windows: bool = False  # layers with a sliding window
     has_states: bool = False  # recurrent layers
@@ -144,9 +143,9 @@ def _draft_head(setup: Setup) -> str:
     return f"--speculative_config with the method {config.method}" if config is not None and config.has_head else ""
 
 
-def _aux_head(setup: Setup) -> str:
+def _draft_model(setup: Setup) -> str:
     config = setup.config.worker.speculation
-    return _draft_head(setup) if config is not None and config.method in ("eagle3", "dflash") else ""
+    return _draft_head(setup) if config is not None and config.method == "draft_model" else ""
 
 
 def _states(setup: Setup) -> str:
@@ -170,7 +169,7 @@ QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
-DRAFT_HEAD, AUX_HEAD = Feature("draft_head", _draft_head), Feature("aux_head", _aux_head)
+DRAFT_HEAD, DRAFT_MODEL = Feature("draft_head", _draft_head), Feature("draft_model", _draft_model)
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -187,7 +186,6 @@ OFFLINE = Feature("offline", lambda setup: "LLM()" if setup.is_offline else "")
 POOLING = _model("pooling", lambda model: not model.generates_text, "a model that generates no text")
 NO_KV_CACHE = _model("no_kv_cache", lambda model: not model.has_kv_cache, "a model without a KV cache")
 KV_DTYPE = Feature("kv_dtype", _kv_dtype)
-LATENT = _model("latent_attention", lambda model: model.has_latent_attention, "a {} model")
 NO_EXPERTS = _model("no_experts", lambda model: not model.has_experts, "a {} model")
 NO_WINDOWS = _model("no_windows", lambda model: not model.has_windows, "a {} model")
 DRAFTED_STATES = Feature("drafted_states", _drafted_states)
@@ -222,7 +220,6 @@ TABLE = (
     *(
         _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
         for feature, reason in (
-            (PP, "a stage does not know the experts of the others"),
             (TRANSFORMERS, "its modules do not show which experts they choose"),
             (POOLING, "only generated texts return which experts were chosen"),
         )
@@ -242,9 +239,6 @@ TABLE = (
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
     # speculation
-    _not_built(
-        AUX_HEAD, PP, "it reads hidden states of several stages", "use the method mtp, draft_model or ngram, or --tp"
-    ),
     _not_built(
         DRAFTED_STATES, PP, "only the last stage knows which drafts its states may see", "use --tp, or leave one out"
     ),
@@ -282,7 +276,6 @@ TABLE = (
     Conflict(POOLING, KV_RAM, "no prefix of it is cached", "leave out --kv_ram_gb"),
     Conflict(POOLING, PINNED_PREFIXES, "no prefix of it is cached", "leave out --pinned_prefixes"),
     Conflict(NO_KV_CACHE, DETERMINISTIC, "the texts of a step are computed together", "leave out --deterministic"),
-    _not_built(KV_DTYPE, LATENT, "latents are not quantised", "use --kv_dtype none"),
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
@@ -291,7 +284,7 @@ TABLE = (
     ),
     # images
     _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
-    Conflict(IMAGES, DRAFT_HEAD, "a head reads embeddings of tokens, and has none of images", "use the method ngram"),
+    _not_built(IMAGES, DRAFT_MODEL, "a draft model reads tokens, and sees no images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
     _not_built(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
     _not_built(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),

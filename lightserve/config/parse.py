@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from lightserve.config.config_file import read_config_file
+from lightserve.config.dotted_flags import joined_fields
 from lightserve.config.help_text import HelpFormatter, ShowHelp
 from lightserve.config.option import FlagGroup, default_of, types_of_options
 from lightserve.config.server import ServerConfig
@@ -56,6 +58,7 @@ class Parser(argparse.ArgumentParser):
 def parse_server(argv: Sequence[str] | None = None, prog: str = MODULE) -> ServerConfig:
     """Parse the server's flags. Those of --config count unless the command line has them too."""
     parser = server_parser(prog)
+    argv = joined_fields(sys.argv[1:] if argv is None else argv)
     namespace = parser.parse(argv)
     if namespace.model is not None and namespace.model_dir not in (None, namespace.model):
         parser.error(f"two models: {namespace.model} and --model_dir {namespace.model_dir}; name one")

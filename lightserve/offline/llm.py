@@ -21,7 +21,7 @@ from lightserve.model_files.tokenizer.tokenizer import NO_TOKENIZER, Tokenizer, 
 from lightserve.offline.chat import Conversation, check_conversation, is_conversation, is_one_prompt
 from lightserve.offline.checks import checked_model
 from lightserve.offline.fields import check_n, known_fields, repeated
-from lightserve.offline.image_parts import for_template
+from lightserve.offline.image_parts import for_template, split_prompt
 from lightserve.offline.images import ImagePrompt, apply_sight, open_images, plain_ids
 from lightserve.offline.options import known_options
 from lightserve.offline.pooling import PoolingMethods
@@ -38,7 +38,7 @@ from lightserve.worker.select import served_pooling
 
 logger = init_logger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # vLLM's form may have images
 Loras = str | Sequence[str | None] | None  # an adapter for all prompts, or one each
 Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
 
@@ -102,7 +102,7 @@ class LLM(PoolingMethods):
         lora: Loras = None,
         **fields: Any,
     ) -> list[Generation]:
-        """Complete every prompt (text or token ids).
+        """Complete every prompt: text, token ids, or vLLM's ``{"prompt": text, "multi_modal_data": {"image": image}}``.
 
         Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each. Without
         ``params``, the others are those of ``get_default_sampling_params``. ``lora``: a name of ``lora_modules`` or the
@@ -175,6 +175,17 @@ class LLM(PoolingMethods):
             raise TextOnlyError("an image", "messages")
         return self._images.prompt_of(text, images)
 
+    def _with_images(self, prompt: Any) -> Any:
+        """A prompt of vLLM's form as text or token ids."""
+        if not isinstance(prompt, Mapping):
+            return prompt
+        content, images = split_prompt(prompt)
+        if not images:
+            return content
+        if self._images is None:
+            raise TextOnlyError("an image", "multi_modal_data")
+        return self._images.prompt_of(content, images, self.tokenizer.encode)
+
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
     ) -> list[list[BeamResult]]:
@@ -198,7 +209,7 @@ class LLM(PoolingMethods):
         self._check_generates()
         n, fields = check_n(fields.get("n", 1)), known_fields(fields)
         fields.pop("n", None)
-        many = [prompts] if is_one_prompt(prompts) else list(prompts)
+        many = [self._with_images(each) for each in ([prompts] if is_one_prompt(prompts) else prompts)]
         if params is None or isinstance(params, GenerationParams):
             params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
         if len(params) != len(many):

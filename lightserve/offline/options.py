@@ -1,7 +1,11 @@
-"""Options of LLM under the names that other servers have for them: tensor_parallel_size, model."""
+"""Options of LLM under the names that other servers have for them: tensor_parallel_size, model.
+
+A JSON object may be a dict: speculative_config={"method": "ngram"}.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -21,5 +25,5 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionError(f"LLM has no option {name}" + (f"; did you mean {guess}?" if guess else ""))
         if known.get(names[name]) is not None:
             raise OptionError(f"{names[name]} and {name} are the same option; give one")
-        known[names[name]] = value
+        known[names[name]] = json.dumps(value) if isinstance(value, Mapping) else value
     return known

@@ -163,8 +163,8 @@ def examples(folder: Path) -> dict[str, Flags]:
         "quantization_config": {"quantization_config": folder / "formats.json"},
         "ranks": {"tp": 2},
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
-        "aux_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
+        "draft_model": {"speculative_config": json.dumps({"method": "draft_model", "model": str(folder / "dense")})},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},
         "enable_return_routed_experts": {"enable_return_routed_experts": True},
@@ -223,7 +223,10 @@ def refusal(line: list[str]) -> str | None:
 
 
 # features that combine with all others: no row has them
-FREE = [Feature(name, lambda setup: "") for name in ("more_than_two_ranks", "enable_rl", "states", "windowed_pool")]
+FREE = [
+    Feature(name, lambda setup: "")
+    for name in ("more_than_two_ranks", "enable_rl", "latent_attention", "states", "windowed_pool")
+]
 SERVER_FEATURES = [*(feature for feature in FEATURES if feature is not OFFLINE), *FREE]
 
 

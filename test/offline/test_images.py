@@ -59,6 +59,38 @@ def test_every_form_of_an_image_gives_the_text_of_transformers(
     assert outs[0].prompt_ids == [1, START, *[PAD] * 12, END, 40, 2]
 
 
+def test_prompts_of_vllm_have_the_text_of_chats(llm: LLM, vision_model: tuple[str, Any]) -> None:
+    first, second = picture(84, 112, 12), picture(60, 90, 13)
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    prompts: list[Any] = [
+        {"prompt": f"w1 {place} w40 w2", "multi_modal_data": {"image": first}},
+        {"prompt_token_ids": [1, START, PAD, END, 40, 2], "multi_modal_data": {"image": [png(first)]}},
+        {"prompt": f"w1 {place} w7 {place} w2", "multi_modal_data": {"image": [first, second]}},
+        {"prompt": "w1 w5 w2", "multi_modal_data": None},
+    ]
+
+    texts = [out.text for out in llm.generate(prompts, **FIELDS)]
+    alone = llm.generate(prompts[0], n=2, **FIELDS)
+
+    one, two = expected(vision_model[1], [1, first, 40, 2]), expected(vision_model[1], [1, first, 7, second, 2])
+    assert texts == [one, one, two, expected(vision_model[1], [1, 5, 2])]
+    assert [out.text for out in alone] == [one, one]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "w1", "multi_modal_data": {"image": picture(60, 60)}}, "0 places for 1 images"),
+        ({"prompt": "w1", "multi_modal_data": {"video": []}}, "'video' is not read here; give it to chat"),
+        ({"prompt": "w1", "mm_processor_kwargs": {}}, "and no mm_processor_kwargs"),
+        ({"multi_modal_data": {}}, "a prompt needs a text as prompt"),
+    ],
+)
+def test_prompts_of_vllm_that_cannot_be_read_are_refused(llm: LLM, prompt: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompt, **FIELDS)
+
+
 def test_several_images_and_several_texts_of_a_prompt(llm: LLM, vision_model: tuple[str, Any]) -> None:
     first, second = picture(90, 200, 2), picture(150, 60, 3)
     messages = says({"type": "image", "image": first}, text("w7"), {"type": "image", "image": second})

@@ -14,6 +14,10 @@ def test_options_have_the_names_of_other_servers_too() -> None:
     assert known_options(given) == {"model_dir": None, "tp": 2, "pp": 3, "device": "cpu"}
 
 
+def test_a_json_object_may_be_a_dict() -> None:
+    assert known_options({"speculative_config": {"method": "ngram"}}) == {"speculative_config": '{"method": "ngram"}'}
+
+
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(OptionError, match="tensor_paralel_size; did you mean tensor_parallel_size"):
         known_options({"tensor_paralel_size": 2})

@@ -191,9 +191,13 @@ class PromptLogprobsWriter:
     field_k: int | None = None  # alternatives in vLLM's field prompt_logprobs; None: not requested
     echo_k: int | None = None  # alternatives in the logprobs of an echoed prompt; None: not requested
     shows_ids: bool = False  # in the logprobs of an echoed prompt: see chat_logprobs
+    placeholder: int | None = None  # what stands for a token of an image, which the model does not predict
 
     def field(self, packed: PromptLogprobs | None) -> list[JsonObject | None] | None:
-        """vLLM's field: for each token but the first, the logprobs of the token and its alternatives by their ids."""
+        """vLLM's field: for each token but the first, the logprobs of the token and its alternatives by their ids.
+
+        Tokens of images have none.
+        """
         if self.field_k is None:
             return None
         return [self._entry(token, self.field_k) for token in unpack_prompt_logprobs(self.prompt_ids, packed)]
@@ -207,7 +211,7 @@ class PromptLogprobsWriter:
         )
 
     def _entry(self, token: PromptToken, k: int) -> JsonObject | None:
-        if token.logprob is None:
+        if token.logprob is None or token.token_id == self.placeholder:
             return None
         ranked = {token.token_id: (token.logprob, token.rank)}
         for rank, (token_id, logprob) in enumerate(token.top[:k], start=1):
