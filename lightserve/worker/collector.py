@@ -170,24 +170,33 @@ class OtherResults(NamedTuple):
                 Token(token_id, *logprobs.get(row + number, NO_LOGPROBS), *((None, None) if number else first))
                 for number, token_id in enumerate(token_ids)
             ]
-            if token_ids[-1] < 0:
-                results.failed.append(_failure(req.req_id, token_ids[-1]))
-                taken = [*token_ids[:-1], 0]  # ops.place_tokens takes token 0 as well
-                results.updates.append(TokenUpdate(req, taken, False, drafts, count - 1))
-                results.detailed.extend(TokenOut(req.req_id, token) for token in tokens[:-1])
-            elif req.output is None:
+            if req.output is not None:
+                results._add_constrained(req, tokens, drafts)
+            elif token_ids[-1] < 0:
+                results._add_failed(req, tokens, drafts)
+            else:
                 results.detailed.extend(TokenOut(req.req_id, token) for token in tokens)
                 results.updates.append(TokenUpdate(req, token_ids, False, drafts, count - 1))
-            else:
-                results._add_constrained(req, tokens, drafts)
         return results
 
+    def _add_failed(self, req: InferReq, tokens: list[Token], drafts: int) -> None:
+        """Accepted drafts, without a token after them."""
+        self.failed.append(_failure(req.req_id, tokens[-1].id))
+        self.updates.append(TokenUpdate(req, _taken_ids(tokens), False, drafts, len(tokens) - 1))
+        self.detailed.extend(TokenOut(req.req_id, token) for token in tokens[:-1])
+
     def _add_constrained(self, req: InferReq, tokens: list[Token], drafts: int) -> None:
-        """Accepted drafts and a sampled token of a request with a grammar. A token that completes it is the last."""
+        """Accepted drafts and a sampled token of a request with a grammar. A token that completes it is the last.
+
+        No token has to follow it: there may be none that the grammar and the other rules both allow.
+        """
         output = req.output
         assert output is not None
-        num_allowed, is_complete = _advance(output, [token.id for token in tokens])
-        sampled_ids, forced = [token.id for token in tokens], list(output.forced())
+        num_allowed, is_complete = _advance(output, [token.id for token in tokens if token.id >= 0])
+        if tokens[-1].id < 0 and not is_complete:
+            self._add_failed(req, tokens, drafts)
+            return
+        sampled_ids, forced = _taken_ids(tokens), list(output.forced())
         forced_ids = [token_id for token_id, _ in forced]
         is_complete = forced[-1][1] if forced else is_complete
         update = TokenUpdate(req, sampled_ids + forced_ids, not output.is_unconstrained, drafts, len(tokens) - 1)
@@ -250,6 +259,11 @@ def _result_or_raise(step: PendingStep) -> StepResult:
 def _failure(req_id: int, token_id: int) -> ReqFailed:
     """The failure of a request without a token. ``token_id``: the value in place of its token."""
     return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
+
+
+def _taken_ids(tokens: list[Token]) -> list[int]:
+    """As ops.place_tokens takes them: token 0 in place of a missing one."""
+    return [max(token.id, 0) for token in tokens]
 
 
 def _advance(output: GrammarOutput, token_ids: list[int]) -> tuple[int, bool]:

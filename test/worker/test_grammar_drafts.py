@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightserve.messages.int_arrays import GrowingArray, int32s, int64s
-from lightserve.messages.params import GenerationParams, GrammarSpec
+from lightserve.messages.params import FinishReason, GenerationParams, GrammarSpec
 from lightserve.messages.step import NewReq
 from lightserve.model_files.source import resolve
 from lightserve.offline.llm import LLM
@@ -128,13 +128,13 @@ def test_captured_steps_of_an_asynchronous_device_give_the_same_text(
 
 
 def test_an_accepted_draft_that_completes_the_grammar_ends_the_request(small_folder: str, plain: LLM) -> None:
-    """Though no token may follow it."""
+    """Though no token may follow it. In some of these lengths it is not the last draft of its step."""
     specs = [GrammarSpec("regex", f"[0-9]{{{length}}}(1|2)") for length in range(20, 28)]
-    no_end = {"allowed_token_ids": tuple(range(1, VOCAB))}
-    params = [params_of(GREEDY, {"grammar": spec}, no_end) for spec in specs]
+    digits = {"allowed_token_ids": tuple(token for digit in "0123456789" for token in ids(digit))}  # no end token
+    params = [params_of(GREEDY, {"grammar": spec}, digits, more) for spec in specs for more in ({}, {"logprobs": 2})]
     prompts = prompts_of(len(params))
     expected = plain.generate(prompts, params)
-    assert {generation.error for generation in expected} == {None}
+    assert {(generation.finish_reason, generation.error) for generation in expected} == {(FinishReason.STOP, None)}
 
     exactly = [of.replace(prediction_ids=tuple(one.token_ids)) for of, one in zip(params, expected, strict=True)]
     drafted = make(small_folder, CONFIG).generate(prompts, exactly)
