@@ -14,7 +14,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def _once(work: Callable[[], object]) -> float:
-    """Without the garbage collector, as in timeit: one pass over the objects of all tests takes longer than the work."""
+    """Without the garbage collector, as in timeit: a pass over the objects of all tests takes longer than work."""
     gc.disable()
     try:
         begin_s = time.process_time()
