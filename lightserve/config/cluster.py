@@ -73,7 +73,7 @@ class ClusterConfig:
     kv_listen: str | None = option(
         None,
         "with --role decode: the address where prefill engines send KV, tcp://HOST:PORT or unix:///PATH; further "
-        "ranks listen on the ports after it; default: the port after that of --listen",
+        "ranks listen on the ports after it; default: the port after that of --listen; each node has its own",
         group=FlagGroup.PARALLEL,
     )
     cluster_tls: bool = option(

@@ -212,7 +212,6 @@ TABLE = (
     _not_built(VISUAL_DP, OFFLINE, "it encodes images in its own process", "start a server"),
     # several nodes
     _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
-    _not_built(NNODES, ROLES, "ranks on several nodes cannot send or receive KV yet", "use one node for each engine"),
     _not_built(
         NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"
     ),

@@ -27,7 +27,7 @@ from lightserve.errors import LightserveError, with_docs
 from lightserve.messages.control import ChildFailed, FromChild, Ping, Pong, ToChild
 from lightserve.messages.request import HTTP_PROCESS_BITS
 from lightserve.utils.logger import init_logger, is_json, name_engine
-from lightserve.utils.net import parse_tcp
+from lightserve.utils.net import address_to, parse_tcp, tcp_address
 
 logger = init_logger(__name__)
 
@@ -103,15 +103,20 @@ class ChildConfig(msgspec.Struct, frozen=True):
         return self.config.cluster.role_of(self.engine)
 
     def kv_address(self, rank: int, generation: int) -> str:
-        """Where a worker receives KV of prefill engines: on one machine a socket of its own, as ``worker_path``."""
+        """Where a worker of this node receives KV of prefill engines.
+
+        With --dp a socket of its own, as ``worker_path``. The host of --listen is that of node 0: another node has the
+        address from which it reaches that one.
+        """
         cluster = self.config.cluster
         if cluster.listen is None:
             return f"unix://{self.engine_path(f'kv-{rank}-{generation}')}"
         if cluster.kv_listen is not None and cluster.kv_listen.startswith("unix://"):
             return f"{cluster.kv_listen}-{rank}" if rank else cluster.kv_listen
         host, port = parse_tcp(cluster.kv_listen or cluster.listen)
-        port += rank + (cluster.kv_listen is None)
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        if cluster.kv_listen is None and self.config.is_other_node:
+            host = address_to(cluster.master_addr or "")
+        return tcp_address(host, port + rank + (cluster.kv_listen is None))
 
     def to_engine(self, engine: int, epoch: int) -> str:
         """Where the router of an engine receives. A router that replaces another one gets none of its messages."""

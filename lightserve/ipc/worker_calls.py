@@ -143,6 +143,10 @@ def _by_item(lists: Sequence[list[T]]) -> list[tuple[T, ...]]:
     return list(zip(*lists, strict=True))
 
 
+def _all_addresses(replies: Sequence[list[str]]) -> list[str]:
+    return [address for reply in replies for address in reply]
+
+
 def _all_paths(replies: Sequence[ProfileResult]) -> ProfileResult:
     errors = dict.fromkeys(reply.error for reply in replies if reply.error)
     return ProfileResult([path for reply in replies for path in reply.paths], "; ".join(errors))
@@ -187,6 +191,7 @@ FETCH_KV: WorkerCall[KvFetch, KvFetched] = WorkerCall(
 FLUSH_KV: WorkerCall[KvFlush, KvFlushed] = WorkerCall(
     "flush_kv", KvFlush, KvFlushed, _written_by_all, failed=lambda _: KvFlushed([], [], [])
 )
+KV_ADDRESS: WorkerCall[None, list[str]] = WorkerCall("kv_address", None, list[str], _all_addresses)
 RECEIVE_KV: WorkerCall[None, list[KvReceived]] = WorkerCall("receive_kv", None, list[KvReceived], same_reply)
 CANCEL_RECEIVE: WorkerCall[int, None] = WorkerCall("cancel_receive", int, None, same_reply, failed=lambda _: None)
 PROFILE: WorkerCall[ProfileCommand, ProfileResult] = WorkerCall(

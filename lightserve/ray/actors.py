@@ -22,12 +22,12 @@ from lightserve.ray.node_folder import (
     free_port,
     free_ports,
     make_folder,
-    tcp_address,
     write_flags,
     write_json,
     write_keys,
 )
 from lightserve.ray.supervised_process import SupervisedProcess, lightserve_command
+from lightserve.utils.net import tcp_address
 
 OF_PROXY = ("host", "port", "ssl_certfile", "ssl_keyfile")  # flags of HAProxy, if there is one
 

@@ -71,7 +71,3 @@ def free_ports(host: str, count: int) -> int:
         if first + count <= MAX_PORT + 1 and all(free_port(host, port) == port for port in range(first, first + count)):
             return first
     raise OSError(f"{host} has no {count} free ports in a row")
-
-
-def tcp_address(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

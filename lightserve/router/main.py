@@ -72,8 +72,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         def report_lost(reason: str, caused_by_request: bool) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
-        ranks, addresses = config.worker.answering_ranks, _kv_addresses(child_config, generation)
-        return await RpycModelClient.connect(paths, report_lost, ranks, addresses)
+        return await RpycModelClient.connect(paths, report_lost, config.worker.answering_ranks)
 
     workers = await connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
@@ -131,13 +130,6 @@ def _enable_images(child_config: ChildConfig, groups: Sequence[GroupScheduler]) 
         images = ImageWaits(connect)
         for group in groups:
             group.enable_images(images)
-
-
-def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:
-    """Where the workers receive KV of prefill engines; empty: they do not."""
-    if child_config.role != "decode":
-        return []
-    return [child_config.kv_address(rank, generation) for rank in range(child_config.config.worker.num_ranks)]
 
 
 def _pin_prefixes(manager: RouterManager, config: ServerConfig, engine: EngineInfo) -> None:

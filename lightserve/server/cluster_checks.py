@@ -28,8 +28,11 @@ def check_cluster(config: ServerConfig) -> None:
     _check_kv_flags(cluster)
     if config.cluster.is_gateway:
         _check_gateway(config)
-    elif config.cluster.listen is not None and not config.is_other_node:
-        _check_engine(config)
+    elif config.cluster.listen is not None:
+        if config.cluster.is_disaggregated:
+            _check_kv(config)
+        if not config.is_other_node:
+            _check_engine(config)
 
 
 def _check_kv_flags(cluster: ClusterConfig) -> None:
@@ -88,12 +91,27 @@ def _check_gateway(config: ServerConfig) -> None:
             raise OptionError(f"engines: {config.cluster.cluster_keys}/engines.allowed has no key for {address}")
 
 
+def _check_kv(config: ServerConfig) -> None:
+    """Of every node of an engine with a role."""
+    cluster = config.cluster
+    read_kv_secret(cluster.cluster_keys or "")
+    if cluster.cluster_tls:
+        read_kv_certificate(cluster.cluster_keys or "")
+    if cluster.kv_listen is None or cluster.kv_listen.startswith("unix://"):
+        return
+    host, _ = net.parse_tcp(cluster.kv_listen)
+    try:
+        net.bind(host, 0).close()
+    except ServerError as error:
+        cause = getattr(error.__cause__, "strerror", None) or error
+        remedy = "; each node has a --kv_listen of its own, or none" if cluster.nnodes > 1 else ""
+        raise OptionError(
+            f"kv_listen={cluster.kv_listen}: this machine cannot listen there ({cause}){remedy}"
+        ) from error
+
+
 def _check_engine(config: ServerConfig) -> None:
     read_engine_keys(config.cluster.cluster_keys or "")
-    if config.cluster.is_disaggregated:
-        read_kv_secret(config.cluster.cluster_keys or "")
-        if config.cluster.cluster_tls:
-            read_kv_certificate(config.cluster.cluster_keys or "")
     try:
         net.bind(*net.parse_tcp(config.cluster.listen or "")).close()
     except ServerError as error:

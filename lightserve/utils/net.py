@@ -67,7 +67,11 @@ def parse_tcp(text: str) -> tuple[str, int]:
 def numeric_tcp(host: str, port: int) -> str:
     """``tcp://IP:PORT`` of a host name. ZMQ resolves names only where it connects, not where it listens."""
     _, address = _resolve(host, port)
-    return f"tcp://[{address[0]}]:{port}" if ":" in address[0] else f"tcp://{address[0]}:{port}"
+    return tcp_address(address[0], port)
+
+
+def tcp_address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_local(host: str) -> bool:
@@ -81,16 +85,22 @@ def interface_to(host: str) -> str | None:
 
     None if the system does not say it.
     """
+    local_address = ipaddress.ip_address(address_to(host).partition("%")[0])
+    return next(
+        (name for name, interface_address in _interface_addresses() if interface_address == local_address), None
+    )
+
+
+def address_to(host: str) -> str:
+    """The address of this machine from which packets to ``host`` go."""
     family, address = _resolve(host, 1)
     with socket.socket(family, socket.SOCK_DGRAM) as sock:  # connecting it sends nothing
         try:
             sock.connect(address)
         except OSError as error:
             raise ServerError(f"{host} cannot be reached from this machine ({error.strerror})") from error
-        local_address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
-    return next(
-        (name for name, interface_address in _interface_addresses() if interface_address == local_address), None
-    )
+        local_address: str = sock.getsockname()[0]
+    return local_address
 
 
 def _interface_addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:

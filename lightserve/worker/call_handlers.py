@@ -9,6 +9,7 @@ from lightserve.ipc.worker_calls import (
     COMPILE_GRAMMAR,
     FETCH_KV,
     FLUSH_KV,
+    KV_ADDRESS,
     LOAD_LORA,
     LOOKUP_KV,
     PROFILE,
@@ -35,6 +36,7 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
     if (tiers := worker.storage_tiers) is not None:
         handlers += [handler(LOOKUP_KV, tiers.lookup), handler(FETCH_KV, tiers.fetch), handler(FLUSH_KV, tiers.flush)]
     if (receiver := worker.kv_transfer.receiver) is not None:
+        handlers.append(handler(KV_ADDRESS, lambda _: [worker.kv_transfer.address]))
         handlers.append(handler(RECEIVE_KV, lambda _: receiver.next_received()))
         handlers.append(handler(CANCEL_RECEIVE, receiver.cancel))
     if worker.weights is not None:

@@ -119,3 +119,23 @@ def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:
     ):
         config = parse_server((keys, LISTEN, "--role=decode", *flags))
         assert [ChildConfig(config, "/run").kv_address(rank, 3) for rank in range(2)] == [first, second]
+
+
+def test_ranks_of_another_node_receive_at_its_own_address(keys: str, tmp_path: Path) -> None:
+    listen, place = (
+        "--listen=tcp://192.0.2.7:9000",
+        ("--nnodes=2", "--master_addr=127.0.0.1", "--node_rank=1", "--pp=2"),
+    )
+    for flags, address in (
+        ((), "tcp://127.0.0.1:9002"),  # from where it reaches node 0
+        (("--kv_listen=tcp://127.0.0.2:7000",), "tcp://127.0.0.2:7001"),
+    ):
+        config = parse_server((keys, listen, *place, "--role=decode", *flags))
+        check_cluster(config)
+        assert ChildConfig(config, "/run").kv_address(1, 0) == address
+
+    found = refusal(keys, listen, *place, "--role=decode", "--kv_listen=tcp://192.0.2.7:7000")
+    assert found.startswith("kv_listen=tcp://192.0.2.7:7000: this machine cannot listen there (")
+    assert found.endswith("; each node has a --kv_listen of its own, or none")
+    (tmp_path / "keys" / "kv.secret").unlink()
+    assert "which engines with a role need" in refusal(keys, listen, *place, "--role=decode")

@@ -110,6 +110,10 @@ def test_only_loopback_is_local(host: str, is_local: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables")
+def test_the_own_address_that_another_one_is_reached_from_is_found() -> None:
+    assert net.address_to("localhost") == net.address_to("127.0.0.1") == "127.0.0.1"
+
+
 def test_the_interface_to_an_address_is_found() -> None:
     assert net.interface_to("127.0.0.1") == "lo"
     assert net.interface_to("localhost") == "lo"

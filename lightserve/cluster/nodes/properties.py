@@ -12,13 +12,16 @@ from lightserve.model_files.source import resolve
 
 OWN_PATHS = {"model_dir", "quantization_config", "merge_lora", "kv_disk_dir"}  # a digest has the contents of most
 
+OF_CLUSTER = ("nnodes", "role", "kv_transport", "cluster_tls")
+
 
 def node_properties(config: ServerConfig) -> dict[str, str]:
     """By the name that an error shows. Ranks get commands that nobody translates between versions."""
     worker = config.worker
     source = resolve(worker.model_dir, needs_weights=False, trusts_code=worker.trust_remote_code)
     options = {f"--{spec.name}": getattr(worker, spec.name) for spec in fields(worker) if spec.name not in OWN_PATHS}
-    options |= {"--nnodes": config.cluster.nnodes, "--null_worker": config.launch.null_worker}
+    options |= {f"--{name}": getattr(config.cluster, name) for name in OF_CLUSTER}
+    options |= {"--null_worker": config.launch.null_worker}
     properties = {
         "LightServe": __version__,
         "torch": _version("torch"),

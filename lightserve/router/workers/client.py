@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from lightserve.errors import WorkerDiedError
+from lightserve.errors import WorkerCallError, WorkerDiedError
 from lightserve.ipc.codec import encode
 from lightserve.ipc.worker_calls import (
     CANCEL_RECEIVE,
     FETCH_KV,
     FLUSH_KV,
+    KV_ADDRESS,
     LOOKUP_KV,
     RECEIVE_KV,
     RUN,
@@ -23,7 +24,7 @@ from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup, KvReceived
 from lightserve.router.kv.source import KvWorkers
 from lightserve.router.workers.calls import RankCalls
-from lightserve.router.workers.connection import RankConnections, close_all, connect_ranks
+from lightserve.router.workers.connection import CONNECT_S, RankConnections, close_all, connect_ranks
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -105,9 +106,8 @@ class RpycModelClient:
         connections: RankConnections,
         on_restart: Callable[[str, bool], None],
         answering_ranks: Sequence[int] = (0,),
-        kv_addresses: Sequence[str] = (),
     ) -> None:
-        """``answering_ranks``: one of each attention group. ``kv_addresses``: by rank; empty: no KV is received."""
+        """``answering_ranks``: one of each attention group."""
         self.is_lost = False
         self._answering_ranks = answering_ranks
         self._on_restart = on_restart
@@ -119,7 +119,7 @@ class RpycModelClient:
         self._calls = RankCalls({name: ranks for name, ranks in connections.items() if name != RUN.name})
         per_group = len(self._ranks) // len(answering_ranks)
         firsts = range(0, len(self._ranks), per_group)
-        self._groups = [GroupWorkers(self._calls, range(at, at + per_group), kv_addresses) for at in firsts]
+        self._groups = [GroupWorkers(self._calls, range(at, at + per_group)) for at in firsts]
 
     @classmethod
     async def connect(
@@ -127,10 +127,28 @@ class RpycModelClient:
         socket_paths: Sequence[str],
         on_restart: Callable[[str, bool], None],
         answering_ranks: Sequence[int] = (0,),
-        kv_addresses: Sequence[str] = (),
     ) -> RpycModelClient:
         """Raises OSError or EOFError if a worker is lost, or does not answer in time."""
-        return cls(await connect_ranks(socket_paths), on_restart, answering_ranks, kv_addresses)
+        client = cls(await connect_ranks(socket_paths), on_restart, answering_ranks)
+        try:
+            await client._find_receivers()
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    async def _find_receivers(self) -> None:
+        """Ask the workers of a decode engine where they receive KV: only they know the addresses of their nodes."""
+        if not self.serves(KV_ADDRESS):
+            return
+        try:
+            addresses = await self.call(KV_ADDRESS, None, CONNECT_S)
+        except WorkerCallError as error:
+            raise ConnectionError(str(error)) from error
+        if addresses is None:
+            raise EOFError("a model worker closed its connection")
+        for group in self._groups:
+            group.use_receivers(addresses)
 
     def kv_workers(self, group: int) -> KvWorkers:
         return self._groups[group]
@@ -197,13 +215,15 @@ class RpycModelClient:
 class GroupWorkers:
     """The ranks of an attention group, as the sources of its KV see them: see KvWorkers."""
 
-    def __init__(self, calls: RankCalls, ranks: Sequence[int], kv_addresses: Sequence[str]) -> None:
-        """``kv_addresses``: of all ranks of the model, or none."""
+    def __init__(self, calls: RankCalls, ranks: Sequence[int]) -> None:
         self._calls = calls
         self._ranks = ranks
-        addresses = [kv_addresses[rank] for rank in ranks] if kv_addresses else []
         self.storage_tiers = StorageCalls(self) if calls.serves(LOOKUP_KV) else None
-        self.kv_receiver = KvReceiverClient(calls, addresses, ranks) if addresses else None
+        self.kv_receiver: KvReceiverClient | None = None
+
+    def use_receivers(self, addresses: Sequence[str]) -> None:
+        """``addresses``: where all ranks of the model receive KV."""
+        self.kv_receiver = KvReceiverClient(self._calls, [addresses[rank] for rank in self._ranks], self._ranks)
 
     def call(
         self, call: WorkerCall[Request, Reply], request: Request, timeout_s: float | None = None

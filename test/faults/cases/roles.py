@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmark.models import TINY, save_model
@@ -18,6 +19,8 @@ from test.waiting import wait_until
 CLI = (sys.executable, "-m", "lightserve.cli.main")
 WITHIN_S = 180.0
 PROMPT_LEN = 600
+TOKENS_OF_KILLED = 400  # its requests run when it is killed
+SAME_TEXT = "requests go on, same text"
 
 
 class Roles:
@@ -36,12 +39,18 @@ class Roles:
 
     def launch_engine(self, role: str, *flags: str) -> ServerProcess:
         self.addresses.append(f"tcp://127.0.0.1:{free_port()}")
-        place = ("--listen", self.addresses[-1], "--role", role, *self._keys)
-        pool = ("--max_total_token_num", "16384", "--batch_max_tokens", "256")
-        computed = ("--load_format", "dummy", "--deterministic", "--device", "cpu", *pool)
-        engine = self._launch("engine", str(self._model), *computed, *place, *flags)
+        engine = self._launch_engine("--listen", self.addresses[-1], "--role", role, *flags)
         self.engines.append(engine)
         return engine
+
+    def _launch_engine(self, *flags: str) -> ServerProcess:
+        pool = ("--max_total_token_num", "16384", "--batch_max_tokens", "256")
+        computed = ("--load_format", "dummy", "--deterministic", "--device", "cpu", *pool)
+        return self._launch("engine", str(self._model), *computed, *self._keys, *flags)
+
+    def launch_other_node(self, *flags: str) -> ServerProcess:
+        """Of the engine that was launched last."""
+        return self._launch_engine("--listen", self.addresses[-1], *flags)
 
     def launch_gateway(self) -> None:
         engines = ("--engines", ",".join(self.addresses), "--min_remote_prefill_tokens", "128", "--port", "0")
@@ -49,10 +58,10 @@ class Roles:
         self._start.wait_ready(self.gateway)
         wait_until(lambda: serving(self.gateway) == len(self.engines), START_S)
 
-    def texts(self) -> list[str]:
+    def texts(self, max_tokens: int = 8) -> list[str]:
         """Of prompts that are computed at the same time."""
         bodies = [
-            {"prompt": [(number + i * i) % 200 for i in range(PROMPT_LEN)], "max_tokens": 8, "temperature": 0}
+            {"prompt": [(number + i * i) % 200 for i in range(PROMPT_LEN)], "max_tokens": max_tokens, "temperature": 0}
             for number in range(6)
         ]
         with ThreadPoolExecutor(len(bodies)) as clients:
@@ -70,7 +79,7 @@ class Roles:
             assert server.stop() == 0
 
     def _launch(self, *command: str) -> ServerProcess:
-        log = self._start.base / f"log-{len(self.engines)}-{command[0]}"
+        log = self._start.base / f"log-{time.monotonic_ns()}-{command[0]}"
         server = start_server(log, [*CLI, *command], {"TMPDIR": str(self._start.base)})
         self._start.exits.callback(server.process.kill)
         return server
@@ -105,7 +114,27 @@ def swallowed_kv(start: Start) -> None:
     roles.stop()
 
 
+def rank_on_another_node_killed(start: Start) -> None:
+    roles = Roles(start)
+    place = ("--pp", "2", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+    roles.launch_engine("prefill", "--pp", "2")
+    decode = roles.launch_engine("decode", *place)
+    other = roles.launch_other_node("--role", "decode", *place, "--node_rank", "1")
+    roles.launch_gateway()
+    with ThreadPoolExecutor(1) as threads:
+        broken = threads.submit(roles.texts, TOKENS_OF_KILLED)
+        wait_until(lambda: roles.gateway.metrics()["kv_transfer_received_tokens_total"] > 0)
+        other.processes()["ls-worker-1"][0].kill()
+        texts = broken.result()
+    decode.wait_for_log("model worker 1 on node 1 died (signal 9); restarting the workers")
+    wait_until(lambda: serving(roles.gateway) == len(roles.engines), START_S)
+    assert roles.texts(TOKENS_OF_KILLED) == texts
+    roles.stop()
+    assert other.stop() == 0
+
+
 CASES = [
     StartCase("a prefill engine with more ranks", other_ranks, "decode engines compute prompts, at once", WITHIN_S),
     StartCase("a port for KV swallows packets", swallowed_kv, "that engine computes prompts, others get KV", WITHIN_S),
+    StartCase("a decode rank on another node is killed", rank_on_another_node_killed, SAME_TEXT, WITHIN_S),
 ]

@@ -293,6 +293,7 @@ class KvTransfer(NamedTuple):
 
     sender: KvSender | None = None  # of one that computes prompts for others
     receiver: KvReceiver | None = None  # of a decode engine
+    address: str = ""  # where it receives
 
 
 class KvTransferArgs(NamedTuple):
@@ -327,4 +328,4 @@ def make_kv_transfer(args: KvTransferArgs, memory: MemoryManager, platform: Devi
         return KvTransfer(sender=KvSender(memory, platform, backend, heads))
     receiver = KvReceiver(memory, platform, backend, heads)
     backend.listen(args.address, receiver)
-    return KvTransfer(receiver=receiver)
+    return KvTransfer(receiver=receiver, address=args.address)
