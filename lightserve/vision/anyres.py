@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightserve.media.anyres import AnyresImages, Grid
 from lightserve.media.layout import ImageLayout
+from lightserve.media.layouts.anyres import AnyresImages, Grid
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.square import LlavaProjector, LlavaTower, llava_parts
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows

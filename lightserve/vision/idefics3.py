@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightserve.media.layout import ImageLayout
-from lightserve.media.tiles import IMAGE_SIZE, PATCH_SIZE, TiledImages
+from lightserve.media.layouts.tiles import IMAGE_SIZE, PATCH_SIZE, TiledImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments
 from lightserve.vision.siglip import SiglipLayer

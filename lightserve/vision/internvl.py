@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightserve.errors import ModelFilesError
-from lightserve.media.internvl import InternVLImages
 from lightserve.media.layout import ImageLayout
+from lightserve.media.layouts.internvl import InternVLImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.rms_norm import RmsNorm
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightserve.common import ops
 from lightserve.common.ops import RotaryAngles
 from lightserve.media.layout import ImageLayout
-from lightserve.media.pixtral import PixtralImages
+from lightserve.media.layouts.pixtral import PixtralImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, segment_attention
 from lightserve.vision.rms_norm import RmsNorm

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightserve.common.ops import RotaryAngles
 from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layouts.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, axial_angles
 from lightserve.vision.qwen_layers import EPS, Attention, Block, GatedMlp, Merger, QuickGeluMlp

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightserve.media.layout import ImageLayout
-from lightserve.media.square import SquareImages
+from lightserve.media.layouts.square import SquareImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.pixtral import PixtralTower
 from lightserve.vision.tower import ImageTiles, LinearProjector, VisionTower, split_rows

@@ -11,7 +11,7 @@ from PIL import Image
 
 from lightserve.encoder.image_encoder import ImageEncoder
 from lightserve.encoder.main import decode_image
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layouts.qwen import QwenImages
 from lightserve.media.video_file import pack_frames
 from lightserve.messages.int_arrays import NO_INT32
 from lightserve.messages.media import EncodeImage

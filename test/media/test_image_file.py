@@ -14,7 +14,7 @@ from PIL import Image
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.image_file import TURNS, decode, read_header, resized
-from lightserve.media.qwen import BICUBIC
+from lightserve.media.layouts.qwen import BICUBIC
 from lightserve.media.sizes import ImageHeader
 from test.media.corpus import gif
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media.fetch.fetcher import MEDIA_FLAGS, Fetcher
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layouts.qwen import QwenImages
 from lightserve.media.reader import MB, ImageReader
 from lightserve.media.sources import ImageSource, ReadImage
 from lightserve.media.video_texts import VideoTexts

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lightserve.errors import InvalidRequestError
 from lightserve.media import video_file
-from lightserve.media.qwen_video import QwenVideo
+from lightserve.media.layouts.qwen_video import QwenVideo
 from lightserve.media.sizes import ImageHeader
 from lightserve.media.video_file import (
     PixelBudget,

@@ -14,8 +14,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from lightserve.errors import OptionError
+from lightserve.media.layouts.tiles import TiledImages
 from lightserve.media.sizes import ImageHeader
-from lightserve.media.tiles import TiledImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.idefics3 import Idefics3Tower
 from lightserve.vision.tower import ImageTiles

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from lightserve.media.image_file import resized
-from lightserve.media.qwen import BICUBIC, QwenImages
+from lightserve.media.layouts.qwen import BICUBIC, QwenImages
 from lightserve.media.sizes import ImageHeader
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.qwen import QwenTower, QwenVision, patches_of

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from lightserve.media.qwen import QwenImages
+from lightserve.media.layouts.qwen import QwenImages
 from lightserve.media.sizes import ImageHeader
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.qwen3 import Qwen3Tower

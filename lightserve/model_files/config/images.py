@@ -26,24 +26,30 @@ class VisionFamily(NamedTuple):
     reads_sounds: bool = False  # and no images
 
 
-_LLAVA = VisionFamily("lightserve.media.square:LlavaImages", "lightserve.vision.square:LlavaTower")
-_ANYRES = VisionFamily("lightserve.media.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
-_GEMMA3 = VisionFamily("lightserve.media.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE)
-_PALIGEMMA = VisionFamily(
-    "lightserve.media.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
+_LLAVA = VisionFamily("lightserve.media.layouts.square:LlavaImages", "lightserve.vision.square:LlavaTower")
+_ANYRES = VisionFamily("lightserve.media.layouts.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
+_GEMMA3 = VisionFamily(
+    "lightserve.media.layouts.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE
 )
-_QWEN = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
-_QWEN3 = VisionFamily("lightserve.media.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
-_TILED = VisionFamily("lightserve.media.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
+_PALIGEMMA = VisionFamily(
+    "lightserve.media.layouts.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
+)
+_QWEN = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
+_QWEN3 = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
+_TILED = VisionFamily("lightserve.media.layouts.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
     "gemma3": _GEMMA3,
     "idefics3": _TILED,
-    "internvl": VisionFamily("lightserve.media.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"),
+    "internvl": VisionFamily(
+        "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"
+    ),
     "llava": _LLAVA,
     "llava_next": _ANYRES,
     "llava_onevision": _ANYRES,
-    "mistral3": VisionFamily("lightserve.media.pixtral:PixtralImages", "lightserve.vision.pixtral:PixtralTower"),
+    "mistral3": VisionFamily(
+        "lightserve.media.layouts.pixtral:PixtralImages", "lightserve.vision.pixtral:PixtralTower"
+    ),
     "paligemma": _PALIGEMMA,
     "qwen2_5_vl": _QWEN,
     "qwen2_audio": VisionFamily(

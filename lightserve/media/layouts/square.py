@@ -9,6 +9,7 @@ from PIL.Image import Image
 from lightserve.errors import ModelFilesError
 from lightserve.media.image_file import Pixels, resized
 from lightserve.media.layout import ImageLayout
+from lightserve.media.layouts.pixtral import PixtralImages
 from lightserve.media.pictures import (
     BICUBIC,
     center,
@@ -18,7 +19,6 @@ from lightserve.media.pictures import (
     resampling_of,
     side_of,
 )
-from lightserve.media.pixtral import PixtralImages
 from lightserve.media.sizes import ImageHeader, ImageSize
 from lightserve.model_files.config.images import ImageFiles
 

@@ -9,9 +9,9 @@ from itertools import product
 from PIL.Image import Image
 
 from lightserve.media.image_file import Pixels, resized
+from lightserve.media.layouts.square import SquareImages
 from lightserve.media.pictures import check_max_tokens, check_ratio, resampling_of, side_of
 from lightserve.media.sizes import ImageHeader, ImageSize
-from lightserve.media.square import SquareImages
 from lightserve.model_files.config.images import ImageFiles
 
 BILINEAR = 2  # PIL.Image.Resampling

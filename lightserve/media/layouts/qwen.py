@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.media.layout import ImageLayout
-from lightserve.media.qwen_video import QwenVideo
+from lightserve.media.layouts.qwen_video import QwenVideo
 from lightserve.media.sizes import ImageHeader, ImageSize, PixelLimits, one_grid
 from lightserve.model_files.config.images import ImageFiles
 
