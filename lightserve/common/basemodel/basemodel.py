@@ -241,8 +241,6 @@ class TpPartBaseModel(LoadableModel):
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
         images = infer_state.step.images
-        if images is not None and self.pp.is_first:
-            x = images.replace_embeddings(x)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)
@@ -255,8 +253,6 @@ class TpPartBaseModel(LoadableModel):
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
         images = infer_state.step.images
-        if images is not None and self.pp.is_first:
-            x = images.replace_embeddings(x)
         self._observe_embedding(x, infer_state)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             infer_state.use_pool_of(layer.layer_num)

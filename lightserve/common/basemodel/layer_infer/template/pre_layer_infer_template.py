@@ -10,6 +10,7 @@ from lightserve.common.basemodel.layer_weights.decoder import DecoderPreAndPostW
 class PreLayerInferTpl(PreLayerInfer[DecoderPreAndPostWeight, InferStateInfo]):
     """Looks up the embeddings of the tokens, scales them, adds learned positions and applies a norm, as declared.
 
+    Those of images take the places of their tokens.
     In models with token types, the ids of the second text of a pair are higher by the size of the vocabulary.
     """
 
@@ -37,4 +38,5 @@ class PreLayerInferTpl(PreLayerInfer[DecoderPreAndPostWeight, InferStateInfo]):
             x += layer_weight.token_types.embed(types)
         if layer_weight.embedding_norm is not None:
             x = layer_weight.embedding_norm.norm(x)
-        return x
+        images = infer_state.step.images
+        return x if images is None else images.replace_embeddings(x)
