@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -59,6 +60,27 @@ PIXTRAL = {
     "image_size": 96,
     "hidden_act": "silu",
 }
+GEMMA4_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 16,
+    "global_head_dim": 24,
+    "pad_token_id": 3,
+    "vocab_size_per_layer_input": VOCAB_SIZE + 5,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "patch_size": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 160,
+}
 TEMPLATE = (
     "{% for message in messages %}w1 {% if message.content is string %}{{ message.content }} {% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}MARKER {% else %}{{ part.text }} {% endif %}"
@@ -77,6 +99,15 @@ class VisionFamily:
     special: tuple[str, str, str] = ("<begin>", "<image>", "<end>")  # the texts of START, PAD and END
     fields: Mapping[str, Any] = field(default_factory=dict)  # of config.json
 
+    def tiles(self, images: Sequence[Image.Image]) -> list[Tensor]:
+        """The values that the tower of transformers gets, ``[height, width, 3]`` each."""
+        values = self.processed(images)
+        pixels = values["pixel_values"]
+        if self.files.get("max_soft_tokens"):
+            places, patch = values["image_position_ids"], int(self.files["patch_size"])
+            return [_assembled(*of_image, patch) for of_image in zip(pixels, places, strict=True)]
+        return list(pixels.flatten(0, -4).permute(0, 2, 3, 1))
+
     def processed(self, images: Sequence[Image.Image]) -> Any:
         """What the processor of transformers makes of the images of one request."""
         return self.processor(**self.files)([list(images)] if self.is_nested else list(images), return_tensors="pt")
@@ -86,9 +117,16 @@ class VisionFamily:
         return self.model_type == "llava_onevision"
 
 
+def _assembled(patches: Tensor, places: Tensor, patch: int) -> Tensor:
+    """An image of its patches, ``[patches, patch * patch * 3]``. ``places``: columns and rows; negative: padding."""
+    columns, rows = (places.max(0).values + 1).tolist()
+    grid = patches[: rows * columns].view(rows, columns, patch, patch, 3)
+    return grid.transpose(1, 2).reshape(rows * patch, columns * patch, 3)
+
+
 def _tensors(model: Any, values: Any) -> dict[str, Any]:
     """What the model takes of the output of a processor."""
-    names = ("pixel_values", "image_sizes", "batch_num_images")
+    names = ("pixel_values", "image_sizes", "batch_num_images", "image_position_ids")
     inputs = {name: values[name] for name in names if name in values}
     if "batch_num_images" in inputs:
         inputs["batch_num_images"] = torch.as_tensor(inputs["batch_num_images"])
@@ -110,6 +148,20 @@ GEMMA3 = VisionFamily(
     "<start_of_image>",
     ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     {"mm_tokens_per_image": GEMMA3_TOKENS, "boi_token_index": START, "eoi_token_index": END},
+)
+GEMMA4 = VisionFamily(
+    "gemma4",
+    {
+        **GEMMA4_TEXT,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 10,
+    },
+    {**GEMMA4_VISION, "use_clipped_linears": True},
+    {"max_soft_tokens": 70, "patch_size": 8, "pooling_kernel_size": 2},
+    Gemma4ImageProcessorPil,
+    "<|image|>",
+    ("<|image>", "<|image|>", "<image|>"),
+    {"boi_token_id": START, "eoi_token_id": END},
 )
 FAMILIES = {
     "llava": VisionFamily(
@@ -208,6 +260,39 @@ FAMILIES = {
             "pan_and_scan_min_ratio_to_activate": 1.5,
         },
     ),
+    "gemma4": GEMMA4,
+    "gemma4-experts": replace(
+        GEMMA4,
+        text={
+            **GEMMA4_TEXT,
+            "use_bidirectional_attention": "vision",
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+        vision={**GEMMA4_VISION, "standardize": True, "num_key_value_heads": 1},
+    ),
+    "gemma4_unified": replace(
+        GEMMA4,
+        model_type="gemma4_unified",
+        text={
+            **{key: value for key, value in GEMMA4_TEXT.items() if not key.endswith("per_layer_input")},
+            "use_bidirectional_attention": "vision",
+            "attention_k_eq_v": True,
+        },
+        vision={
+            "patch_size": 8,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 70,
+            "output_proj_dims": 32,
+        },
+        # transformers' own processor needs torchvision; it puts squares of 2 x 2 patches together after this one
+        files={"max_soft_tokens": 70, "patch_size": 16, "pooling_kernel_size": 1},
+    ),
     "paligemma": VisionFamily(
         "paligemma",
         {"model_type": "gemma", **TEXT},
@@ -263,8 +348,10 @@ def save_family(folder: Path, name: str) -> Any:
     )
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     for weight_name, weight in model.state_dict().items():
-        is_scale = "norm" in weight_name and "bias" not in weight_name
+        is_scale = ("norm" in weight_name or "scal" in weight_name) and "bias" not in weight_name
         weight.normal_(mean=float(is_scale), std=0.02 if "embed_tokens" in weight_name else 0.2)
+        if weight_name.endswith(("_min", "_max")):  # of what a linear reads or computes
+            weight.abs_().add_(1).mul_(-1 if weight_name.endswith("_min") else 1)
     with torch.no_grad():  # a text never has the tokens of images
         model.lm_head.weight[VOCAB_SIZE:] = 0
     model.save_pretrained(folder)
@@ -320,7 +407,7 @@ def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
         square = [START, *[PAD] * GEMMA3_TOKENS, END]
         words = count > GEMMA3_TOKENS, 5 * [0], 10 * [0]  # "Here is the original image", "and here are some crops ..."
         return [*words[1], *square, *words[2], *square * (count // GEMMA3_TOKENS - 1)] if words[0] else square
-    if family.model_type == "internvl":
+    if family.model_type in ("internvl", "gemma4", "gemma4_unified"):
         return [START, *[PAD] * count, END]
     if family.vision["model_type"] == "pixtral":
         columns = int(size[1]) // family.files["patch_size"]["width"]
@@ -336,15 +423,22 @@ def greedy(model: Any, name: str, prompt: Sequence[int], images: Sequence[Image.
     length = ids.shape[1]
     with torch.inference_mode():
         for _ in range(count):
-            types = _token_types(FAMILIES[name].model_type, ids, length)
+            types = _token_types(model, ids, length)
             logits = model(**{**inputs, **types, "input_ids": ids}).logits
             ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
     out: list[int] = ids[0, length:].tolist()
     return out
 
 
-def _token_types(model_type: str, ids: Tensor, prompt_len: int) -> dict[str, Tensor]:
-    """Gemma 3: 1 for tokens of images. PaliGemma: 1 behind the prompt."""
+def _token_types(model: Any, ids: Tensor, prompt_len: int) -> dict[str, Any]:
+    """Gemma 3 and 4: 1 for tokens of images. PaliGemma: 1 behind the prompt."""
+    model_type = model.config.model_type
+    if model_type == "gemma4":
+        return {"mm_token_type_ids": (ids == PAD).long()}
+    if model_type == "gemma4_unified":  # whose forward has masks of Gemma 3, but those of Gemma 4 for `generate`
+        shape, types = torch.empty(*ids.shape, 0), (ids == PAD).long()
+        masks = model.create_masks_for_generate(model.config, shape, None, None, None, mm_token_type_ids=types)
+        return {"attention_mask": masks}
     if model_type == "gemma3":
         return {"token_type_ids": (ids == PAD).long()}
     if model_type == "paligemma":

@@ -19,7 +19,7 @@ PROBE_LENGTHS = (3, 16)
 # host longer to launch: one image of 1024x768 16.7 ms, 13.6 ms with the attention of prompts.
 SHORT = 64
 
-Attend = Callable[[Tensor, Tensor, Tensor, "Segments"], Tensor]
+Attend = Callable[..., Tensor]  # as ``segment_attention``
 
 
 class Segments:
@@ -57,10 +57,15 @@ class Segments:
         ]
 
 
-def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """``[tokens, heads, head_dim]`` each. A token attends to all tokens of its segment."""
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None = None
+) -> Tensor:
+    """``[tokens, heads, head_dim]`` each. A token attends to all tokens of its segment.
+
+    ``scale``: of the products of queries and keys; None: the usual one.
+    """
     attend = flash_attention(query.device, query.dtype, query.shape[2]) or grouped_attention
-    return attend(query, key, value, segments)
+    return attend(query, key, value, segments, scale)
 
 
 def packed_attention(query: Tensor, keys_and_values: Tensor, segments: Segments) -> Tensor:
@@ -72,12 +77,14 @@ def packed_attention(query: Tensor, keys_and_values: Tensor, segments: Segments)
     return ops.context_attention(query, keys_and_values, keys_and_values, segments.batch, options)
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None = None
+) -> Tensor:
     """On any device: segments of the same length are computed together."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for index in segments.groups:
         q, k, v = (tensor[index].transpose(1, 2) for tensor in (query, key, value))  # [segments, heads, length, dim]
-        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v, scale=scale)
         out[index.flatten()] = attended.transpose(1, 2).flatten(0, 1)
     return out
 
@@ -99,10 +106,15 @@ def flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _flash_attention(
-    varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, segments: Segments
+    varlen_attn: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float | None = None,
 ) -> Tensor:
     borders, longest = segments.borders, segments.longest
-    out: Tensor = varlen_attn(query, key, value, borders, borders, longest, longest)
+    out: Tensor = varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale)
     return out
 
 

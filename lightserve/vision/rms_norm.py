@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightserve.common import ops
@@ -18,3 +19,8 @@ class RmsNorm(nn.Module):
     def of_sum(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual += x`` in place, then its norm."""
         return ops.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+def rms_normed(x: Tensor, eps: float) -> Tensor:
+    """By a norm without weights."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)

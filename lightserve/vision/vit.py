@@ -191,6 +191,13 @@ def patches_of(tiles: Tensor, patch: int, mean: Sequence[float], std: Sequence[f
     return squares.reshape(len(tiles), rows * columns, -1)
 
 
+def pixel_patches(tile: Tensor, patch: int) -> Tensor:
+    """``[patches, patch * patch * colors]``, row by row: the colors of a pixel stay side by side."""
+    rows, columns = tile.shape[0] // patch, tile.shape[1] // patch
+    squares = tile.view(rows, patch, columns, patch, COLORS).transpose(1, 2)
+    return squares.reshape(rows * columns, -1)
+
+
 def normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """``[..., 3]`` uint8 as float32."""
     means, stds = (torch.tensor(values, device=pixels.device) for values in (mean, std))

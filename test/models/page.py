@@ -53,9 +53,9 @@ FAMILIES = {
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3, with images",
     "gemma3_text": "Gemma 3 270M, 1B",
-    "gemma4": "Gemma 4 E2B, E4B, 26B-A4B, 31B, text only",
+    "gemma4": "Gemma 4 E2B, E4B, 26B-A4B, 31B, with images",
     "gemma4_text": "language model of Gemma 4",
-    "gemma4_unified": "Gemma 4 12B, text only",
+    "gemma4_unified": "Gemma 4 12B, with images",
     "gemma4_unified_text": "language model of Gemma 4 12B",
     "glm": "GLM-4-9B, GLM-Edge",
     "glm4": "GLM-4-0414, GLM-Z1",
@@ -201,7 +201,7 @@ NOTES = """\
   chunks of 8,192 tokens: the KV cache keeps those of one chunk, as it does for windows. Set
   `--max_req_total_len`: Scout's files allow 10 million tokens. Files in which each token has several
   experts are refused.
-- `gemma4`: images, audio and video are refused, and their tensors are not loaded. Layers that share
+- `gemma4`: audio and video are refused, and the tensors of audio are not loaded. Layers that share
   the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
   layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the
   4.6 billion weights of E2B) is split over the ranks of `--tp`.

@@ -40,7 +40,7 @@ from test.vision_model import picture, png
 IMAGES = [picture(90, 200, 1), picture(150, 60, 2)]
 PROMPT = [1, 5, PAD, 7, 8, PAD, 9, 2]
 ONE_IMAGE = [1, 5, PAD, 9, 2]
-USUAL = ("llava_onevision", "internvl", "mistral3", "gemma3", "paligemma", "paligemma2")
+USUAL = ("llava_onevision", "internvl", "mistral3", "gemma3", "gemma4", "paligemma", "paligemma2")
 # the others differ in their tower and text model alone, which have tests of their own
 SERVED = [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 
@@ -157,7 +157,7 @@ def test_text_goes_on_after_a_preemption(served: Served) -> None:
     assert begun + served.generate(again, 9, 3) == expected
 
 
-@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-experts", "paligemma"])
 def test_tokens_see_later_ones(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path)
     new = served.request(0, ONE_IMAGE, IMAGES[:1])

@@ -24,6 +24,7 @@ class VisionFamily(NamedTuple):
     tower: str  # a VisionTower
     sight: Sight = Sight.NONE  # of the tokens of prompts
     reads_sounds: bool = False  # and no images
+    sees_if_stated: bool = False  # the sight is that of models whose use_bidirectional_attention is "vision"
 
 
 _LLAVA = VisionFamily("lightserve.media.layouts.square:LlavaImages", "lightserve.vision.square:LlavaTower")
@@ -31,6 +32,7 @@ _ANYRES = VisionFamily("lightserve.media.layouts.anyres:AnyresImages", "lightser
 _GEMMA3 = VisionFamily(
     "lightserve.media.layouts.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE
 )
+_GEMMA4 = "lightserve.media.layouts.gemma4:Gemma4Images"
 _PALIGEMMA = VisionFamily(
     "lightserve.media.layouts.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
 )
@@ -40,6 +42,10 @@ _TILED = VisionFamily("lightserve.media.layouts.tiles:TiledImages", "lightserve.
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
     "gemma3": _GEMMA3,
+    "gemma4": VisionFamily(_GEMMA4, "lightserve.vision.gemma4:Gemma4Tower", Sight.IMAGE, sees_if_stated=True),
+    "gemma4_unified": VisionFamily(
+        _GEMMA4, "lightserve.vision.gemma4_unified:Gemma4UnifiedTower", Sight.IMAGE, sees_if_stated=True
+    ),
     "idefics3": _TILED,
     "internvl": VisionFamily(
         "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"
@@ -124,7 +130,11 @@ def reads_sounds(hf: Mapping[str, Any]) -> bool:
 
 def sight_of(hf: Mapping[str, Any]) -> Sight:
     """Of the tokens of prompts."""
-    return FAMILIES[hf["multimodal_type"]].sight if reads_images(hf) else Sight.NONE
+    if not reads_images(hf):
+        return Sight.NONE
+    family = FAMILIES[hf["multimodal_type"]]
+    is_blind = family.sees_if_stated and hf.get("use_bidirectional_attention") != "vision"
+    return Sight.NONE if is_blind else family.sight
 
 
 def read_image_files(source: ModelSource) -> ImageFiles:

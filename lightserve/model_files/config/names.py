@@ -244,7 +244,12 @@ MODELS = {
         config_derived.gemma4,
     ),
     "gemma4_unified_text": ConfigNames(
-        defaults={**_GEMMA4, "max_position_embeddings": 262_144, "sliding_window": 1024},
+        defaults={
+            **_GEMMA4,
+            "max_position_embeddings": 262_144,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
         derived=config_derived.gemma4,
     ),
     "glm": ConfigNames(defaults=_GLM),

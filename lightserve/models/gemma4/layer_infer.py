@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,16 @@ class Gemma4InferState(bm.InferStateInfo):
         self.per_layer_inputs: Tensor | None = None  # [tokens, layers, size]
         # by kind of layer: the step's keys and values, [tokens, 2 * kv_heads, dim], of the last layer that computed any
         self.step_kv: dict[str, Tensor] = {}
+        self._causal_attn: ops.AttnBatch | None = None
+
+    @property
+    def causal_attn(self) -> ops.AttnBatch:
+        """Of layers without a window: there, tokens of images see no later ones. All of them read the same pool."""
+        if self.attn.see_until is None:
+            return self.attn
+        if self._causal_attn is None:
+            self._causal_attn = replace(self.attn, see_until=None, plans={})
+        return self._causal_attn
 
 
 class Gemma4PreLayerInfer(bm.PreLayerInferTpl):
@@ -23,6 +35,9 @@ class Gemma4PreLayerInfer(bm.PreLayerInferTpl):
         assert isinstance(layer_weight, Gemma4PreAndPostWeight)
         x = super()._embed(input, infer_state, layer_weight)
         if layer_weight.per_layer_inputs is not None:
+            images = infer_state.step.images
+            if images is not None:
+                input = input.masked_fill(images.vector_row >= 0, layer_weight.per_layer_inputs.image_id)
             infer_state.per_layer_inputs = layer_weight.per_layer_inputs.forward(input, x)
         return x
 
@@ -78,8 +93,9 @@ class Gemma4LayerInfer(bm.DecoderLayerInferTpl[Gemma4LayerWeight]):
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: Gemma4LayerWeight
     ) -> Tensor:
         assert isinstance(infer_state, Gemma4InferState)
-        step_kv = infer_state.step_kv[self._kind]
-        return super()._context_attention_kernel(q, step_kv, infer_state, layer_weight)
+        step_kv, cache = infer_state.step_kv[self._kind], self._kv_cache(infer_state, layer_weight)
+        batch = infer_state.causal_attn if self.spec.window is None else infer_state.attn
+        return ops.context_attention(q, step_kv, cache, batch, layer_weight.attn_options)
 
     def _ffn(self, input: Tensor, infer_state: bm.InferStateInfo, layer_weight: Gemma4LayerWeight) -> Tensor:
         return self._with_experts(super()._ffn(input, infer_state, layer_weight), infer_state, layer_weight)

@@ -19,6 +19,7 @@ class PerLayerInputsWeight(bm.WeightGroup):
     def __init__(self, spec: bm.ModelSpec, context: bm.WeightContext) -> None:
         config = spec.config
         self._shape = config.num_layers, config.count("hidden_size_per_layer_input")
+        self.image_id = config.count_or_0("pad_token_id")  # whose rows of the table the tokens of images have
         layers, size = self._shape
         vocab_size = config.count("vocab_size_per_layer_input")
         self._embedding_scale = rounded(size**0.5, context.dtype)
