@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from test.api.server import ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.api.test_restart import KINDS, Clients, clients_of
 from test.waiting import wait_until
 
@@ -140,7 +140,7 @@ def ask(server: ServerProcess, **body: Any) -> tuple[int, Any]:
 
 
 def get(server: ServerProcess, path: str) -> Any:
-    with urllib.request.urlopen(server.url + path, timeout=60) as response:
+    with urllib.request.urlopen(server.url + path, timeout=RESPONSE_S) as response:
         return json.load(response)
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from test.api.server import STOP_S, ServerProcess, running_server
+from test.api.server import RESPONSE_S, STOP_S, ServerProcess, running_server
 from test.waiting import has_ended, wait_until
 
 STEP = ("--null_worker", "--null_step_ms", "20")
@@ -30,7 +30,7 @@ class Stream:
 
     def __init__(self, url: str, tokens: int) -> None:
         place = urlsplit(url)
-        self._connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+        self._connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=RESPONSE_S)
         body = {"prompt": "Hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}
         headers = {"Content-Type": "application/json"}
         self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -68,7 +68,7 @@ def family(server: ServerProcess) -> list[psutil.Process]:
 
 def gauge(server: ServerProcess, name: str) -> float:
     place = urlsplit(server.url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=RESPONSE_S)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"lightserve_{name}{{"))
@@ -145,7 +145,7 @@ def test_the_resources_of_clients_that_disconnect_are_freed(tmp_path: Path) -> N
 def test_health_is_503_when_the_engine_hangs(tmp_path: Path) -> None:
     def status() -> int:
         place = urlsplit(server.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=RESPONSE_S)
         connection.request("GET", "/health")
         return connection.getresponse().status
 
@@ -177,7 +177,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "lightserve.server.api_server", "--null_worker", "--port", str(port)]
 
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=RESPONSE_S)
 
     assert run.returncode == 2
     assert f"port {port}" in run.stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from test.api.server import ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.waiting import wait_until
 
 IDLE_S = 5.0
@@ -76,9 +76,9 @@ def check_profile(server: ServerProcess) -> None:
 
 def check_timelines(server: ServerProcess) -> None:
     """Of the requests above."""
-    with urllib.request.urlopen(f"{server.url}/debug/requests?limit=3", timeout=60) as response:
+    with urllib.request.urlopen(f"{server.url}/debug/requests?limit=3", timeout=RESPONSE_S) as response:
         listed = json.load(response)["requests"]
-    with urllib.request.urlopen(f"{server.url}/debug/requests/mine-0", timeout=60) as response:
+    with urllib.request.urlopen(f"{server.url}/debug/requests/mine-0", timeout=RESPONSE_S) as response:
         sequences = json.load(response)["sequences"]
 
     assert [one["request_id"] for one in listed] == ["mine-4", "mine-4", "mine-3"]
@@ -105,7 +105,7 @@ def test_request_log_lines_can_be_disabled(quiet: ServerProcess) -> None:
 
 
 def test_max_model_len_is_limited_by_the_kv_pool(quiet: ServerProcess) -> None:
-    with urllib.request.urlopen(f"{quiet.url}/v1/models", timeout=60) as response:
+    with urllib.request.urlopen(f"{quiet.url}/v1/models", timeout=RESPONSE_S) as response:
         longest = json.load(response)["data"][0]["max_model_len"]
     completion = post(quiet, "/v1/completions", {"prompt": [1, 2], "max_tokens": longest - 2})
 
@@ -126,5 +126,5 @@ def test_an_idle_server_uses_little_cpu(server: ServerProcess) -> None:
         wait_until(lambda: time.monotonic() - begin_s > IDLE_S, 2 * IDLE_S)
         return (used_s() - begin_used_s) / (time.monotonic() - begin_s)
 
-    wait_until(lambda: server.metrics()["num_requests_running"] == 0, 30)
-    wait_until(lambda: used_share() < 0.02, 60)
+    wait_until(lambda: server.metrics()["num_requests_running"] == 0)
+    wait_until(lambda: used_share() < 0.02)

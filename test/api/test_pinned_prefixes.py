@@ -13,7 +13,7 @@ import pytest
 
 from lightserve.messages.int_arrays import int32s
 from lightserve.router.kv.radix_cache import common_len
-from test.api.server import STOP_S, ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_start_that_cannot_work_says_why(
         [*command, "--pinned_prefixes", str(tmp_path / "prompts.json"), *more],
         capture_output=True,
         text=True,
-        timeout=10 * STOP_S,
+        timeout=RESPONSE_S,
         check=False,
     )
 

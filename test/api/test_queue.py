@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from test.api.server import ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.waiting import wait_until
 
 COMPLETE = "/v1/completions"
@@ -36,7 +36,7 @@ def busy(server: ServerProcess) -> Iterator[None]:
     """Inside the block, a request occupies the server; then its client disconnects."""
     raw = json.dumps(body(8000, stream=True)).encode()
     request = urllib.request.Request(server.url + COMPLETE, raw, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60):
+    with urllib.request.urlopen(request, timeout=RESPONSE_S):
         wait_until(lambda: server.metrics()["num_requests_running"] == 1)  # otherwise the metric may still be the old 0
         yield
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
@@ -60,7 +60,7 @@ def test_an_urgent_request_overtakes_waiting_ones(narrow: ServerProcess) -> None
             thread.start()
             waiting(narrow, count)
     for thread in threads:
-        thread.join(30)
+        thread.join(RESPONSE_S)
 
     assert ended == [-1, 0, 1]
 
@@ -100,7 +100,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_event(narrow: ServerProcess) 
     raw = json.dumps(body(8000, timeout=0.3, stream=True)).encode()
     request = urllib.request.Request(narrow.url + COMPLETE, raw, {"Content-Type": "application/json"})
 
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=RESPONSE_S) as response:
         *_, last, done, _ = response.read().split(b"\n\n")
 
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "timeout"
@@ -120,12 +120,12 @@ def test_a_full_queue_refuses_and_counts_it(narrow: ServerProcess) -> None:
 
         assert (status, response["error"]["code"]) == (429, "rate_limit_exceeded")
     for thread in threads:
-        thread.join(30)
+        thread.join(RESPONSE_S)
     wait_until(lambda: narrow.metrics()["request_refused_total"] == before + 1)
 
 
 def test_more_prompts_than_may_wait_are_a_rate_limit_to_the_openai_client(narrow: ServerProcess) -> None:
-    client = openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0, timeout=RESPONSE_S)
 
     with busy(narrow), pytest.raises(openai.RateLimitError) as refused:
         client.completions.create(model=MODEL, prompt=[[1, 2, 3]] * 5, max_tokens=4)
@@ -145,7 +145,7 @@ def test_an_operators_abort_counts_as_one(narrow: ServerProcess) -> None:
 
     narrow.post("/abort_request", {"abort_all": True})
 
-    asking.join(30)
+    asking.join(RESPONSE_S)
     assert statuses == [499]
     wait_until(lambda: narrow.metrics()["request_success_total/abort"] == before + 1)
 

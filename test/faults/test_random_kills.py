@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from test.api.server import ServerProcess, running_server
+from test.waiting import DEADLINE_S
 
 SERVERS = 8
 KILLS = 3  # of the workers of one server; it ends at the next one
 STREAMS = 4
 TOKENS = 600
-DEADLINE_S = 60.0
 
 
 def ask(server: ServerProcess, number: int) -> str:

@@ -19,6 +19,7 @@ from lightserve.router.workers.client import RpycModelClient
 from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler
 from lightserve.worker.torch_trace import TorchTrace
+from test.waiting import DEADLINE_S
 
 CLOCK_SLACK_US = 500.0  # torch reads a counter of the CPU and converts it
 STEP = Step([StepRow(1, [0, 1, 2])])
@@ -70,7 +71,7 @@ def serve(run_dir: Path, device_trace: DeviceTrace | None, scenario: Scenario) -
             model.close()
 
     asyncio.run(run())
-    thread.join(30)
+    thread.join(DEADLINE_S)
     assert not thread.is_alive()
 
 

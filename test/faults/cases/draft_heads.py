@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from test.api.server import STOP_S
 from test.faults.start_case import Start, StartCase
 
 LAYER = {
@@ -37,7 +38,7 @@ def wrong_heads(start: Start) -> None:
     for text, reason in REFUSED.items():
         (head / "config.json").write_text(text)
         server = start.launch("--model_dir", str(model), "--device", "cpu", "--speculative_config", config)
-        assert server.process.wait(60) == 2
+        assert server.process.wait(STOP_S) == 2
         assert server.log.count("\n") == 1, server.log
         assert reason in server.log, server.log
 

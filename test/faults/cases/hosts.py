@@ -12,7 +12,7 @@ import urllib.request
 import psutil
 
 from lightserve.model_files import resolve
-from test.api.server import STOP_S, ServerProcess
+from test.api.server import RESPONSE_S, STOP_S, ServerProcess
 from test.faults.resource_snapshot import processes_of, run_directories
 from test.faults.start_case import Start, StartCase
 from test.ports import free_port
@@ -148,7 +148,7 @@ def first_child(server: ServerProcess) -> psutil.Process:
 def status(port: int, path: str) -> int:
     """The HTTP status; 0 while no process listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=RESPONSE_S) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from lightserve.httpserver.tracing.exporter import has_otlp
+from test.api.server import STOP_S
 from test.api.test_faults import Client
 from test.faults.case import Case
 from test.faults.harness import STREAMING, FaultContext
@@ -92,7 +93,7 @@ def full_folder(start: Start) -> None:
 def folder_that_is_a_file(start: Start) -> None:
     (start.base / "file").write_text("no folder")
     server = start.launch("--profile_dir", str(start.base / "file"))
-    assert server.process.wait(30) == 2
+    assert server.process.wait(STOP_S) == 2
     assert server.log.count("\n") == 1
     assert "--profile_dir" in server.log
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from test.api.server import STOP_S
 from test.faults.case import Case
 from test.faults.cases.processes import STEP, send_signal
 from test.faults.harness import STREAMING, FaultContext
@@ -42,7 +43,7 @@ def wrong_files(start: Start) -> None:
     for text, reason in REFUSED.items():
         path.write_text(text)
         server = start.launch("--pinned_prefixes", str(path))
-        assert server.process.wait(60) == 2
+        assert server.process.wait(STOP_S) == 2
         assert "pinned_prefixes" in server.log
         assert reason in server.log
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from test.api.server import STOP_S
 from test.faults.start_case import Start, StartCase
 
 REFUSED = {
@@ -17,7 +18,7 @@ def wrong_choices(start: Start) -> None:
     for text, reason in REFUSED.items():
         path.write_text(text)
         server = start.launch("--quantization_config", str(path))
-        assert server.process.wait(60) == 2
+        assert server.process.wait(STOP_S) == 2
         assert server.log.count("\n") == 1
         assert "--quantization_config" in server.log
         assert reason in server.log

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 from lightserve.httpserver.http.middleware import RequestThrottle
+from test.waiting import DEADLINE_S
 
 
 def test_some_requests_begin_in_an_iteration_and_all_in_order() -> None:
@@ -53,7 +54,7 @@ def test_a_request_that_is_cancelled_delays_no_other() -> None:
         tasks[1].cancel()
         tasks[2].cancel()
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             await tasks[3]
 
         assert tasks[0].done()

@@ -49,7 +49,9 @@ def messages(url: str) -> str:
 
 
 def tgi(url: str) -> str:
-    return "".join(one.token.text for one in TgiClient(url, timeout=30).generate_stream(QUESTION, max_new_tokens=9))
+    return "".join(
+        one.token.text for one in TgiClient(url, timeout=DEADLINE_S).generate_stream(QUESTION, max_new_tokens=9)
+    )
 
 
 def hugging_face(url: str) -> str:

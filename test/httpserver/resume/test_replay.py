@@ -28,7 +28,7 @@ from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
 from test.httpserver.resume.test_stream_log import check
-from test.waiting import until
+from test.waiting import DEADLINE_S, until
 
 HEAD = Head("owner", "/v1/completions", "r1", [7], 0.0, b": keep-alive\n\n")
 DEAD = b"dead"  # the token of a process that has no lease
@@ -211,7 +211,7 @@ def test_a_stream_is_given_back_if_redis_does_not_say_whose_it_is(
         with pytest.raises(UnavailableError):
             await replay._take(b"3-0")
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while await stream.process():  # noqa: ASYNC110  Redis has no event
                 await asyncio.sleep(0.001)
         replay.close()
@@ -227,7 +227,7 @@ def test_a_replay_that_waits_reads_nothing_large(tmp_path: Path, monkeypatch: py
         await stream.redis.call((b"HSET", stream.keys.head, b"process", stream_log.token, b"body", b"x" * 2**20))
         reading = asyncio.create_task(read_all(await stream.follow(stream_log, 1)))
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while await calls_of(stream.redis, b"cmdstat_hget") < 5:  # noqa: ASYNC110  Redis has no event
                 await asyncio.sleep(0.001)
         reading.cancel()

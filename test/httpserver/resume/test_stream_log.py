@@ -20,7 +20,7 @@ from lightserve.httpserver.resume.stream_log import StreamLog
 from lightserve.messages.output import StrOut
 from lightserve.messages.step import Token
 from lightserve.utils.net import RedisAddress
-from test.waiting import until
+from test.waiting import DEADLINE_S, until
 from test.worker.kv.block_store.redis_server import redis_server
 
 TOKEN: Outs = [(0, StrOut(1, "a", Token(5)))]
@@ -73,14 +73,14 @@ async def entries(connection: RedisConnection, keys: Keys) -> list[Entry]:
 
 
 async def wait_for_entries(connection: RedisConnection, keys: Keys, count: int) -> list[Entry]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while len(found := await entries(connection, keys)) < count:  # noqa: ASYNC110  Redis has no event
             await asyncio.sleep(0.001)
     return found
 
 
 async def wait_until_deleted(connection: RedisConnection, keys: Keys) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while (await connection.call((b"EXISTS", keys.head, keys.events)))[0]:  # noqa: ASYNC110  Redis has no event
             await asyncio.sleep(0.001)
 

@@ -21,6 +21,7 @@ from lightserve.router.observability.profile_folder import ProfileFolder, Profil
 from lightserve.router.observability.request_tracks import add_request_tracks
 from lightserve.utils.trace_recorder import TraceRecorder
 from test.router.test_manager import Router, check, request
+from test.waiting import DEADLINE_S
 
 HOUR_S = 3600.0
 
@@ -108,7 +109,7 @@ def test_a_profile_ends_by_itself(tmp_path: Path) -> None:
         router.manager.profiles.enable(str(folder), FakeWorkers())
         await ask(router, StartProfile(1, 0.01))
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             while not list(folder.glob("*.json.gz")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await ask(router, StopProfile(2))).status == 409

@@ -23,7 +23,7 @@ from lightserve.messages.step import ReqFailed, Token
 from test.httpserver.fake_engine import Script, spell
 from test.httpserver.generate_server import Served, serve
 from test.real_model import smollm2_tokenizer as smol
-from test.waiting import until
+from test.waiting import DEADLINE_S, until
 
 TEXT = 'naïve 日本 👩‍👩‍👧 "q" \\ \n\x00.'
 
@@ -106,7 +106,7 @@ def test_lightllms_benchmark_client_counts_one_line_a_token(tmp_path: Path) -> N
         data = {"inputs": "x" * 50, "parameters": {"do_sample": False, "ignore_eos": True, "max_new_tokens": 9}}
         headers = {"Content-Type": "application/json"}
         response = requests.post(
-            f"{url}/generate_stream", headers=headers, data=orjson.dumps(data), stream=True, timeout=30
+            f"{url}/generate_stream", headers=headers, data=orjson.dumps(data), stream=True, timeout=DEADLINE_S
         )
         assert response.status_code == 200
         return sum(1 for line in response.iter_lines() if line)
