@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -60,6 +61,22 @@ PIXTRAL = {
     "image_size": 96,
     "hidden_act": "silu",
 }
+GLM_PATCH = 14
+GLM_ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "rope_theta": 1e4}
+GLM_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "rope_parameters": GLM_ROPE,
+}
+GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "intermediate_size": 40,
+    "image_size": 84,
+}
 GEMMA4_TEXT: dict[str, Any] = {
     **TEXT,
     "num_hidden_layers": 3,
@@ -103,6 +120,10 @@ class VisionFamily:
         """The values that the tower of transformers gets, ``[height, width, 3]`` each."""
         values = self.processed(images)
         pixels = values["pixel_values"]
+        if "image_grid_thw" in values:
+            counts = values["image_grid_thw"].prod(-1).tolist()
+            grids = values["image_grid_thw"][:, 1:].tolist()
+            return [_merged(*of_image) for of_image in zip(pixels.split(counts), grids, strict=True)]
         if self.files.get("max_soft_tokens"):
             places, patch = values["image_position_ids"], int(self.files["patch_size"])
             return [_assembled(*of_image, patch) for of_image in zip(pixels, places, strict=True)]
@@ -124,9 +145,16 @@ def _assembled(patches: Tensor, places: Tensor, patch: int) -> Tensor:
     return grid.transpose(1, 2).reshape(rows * patch, columns * patch, 3)
 
 
+def _merged(patches: Tensor, grid: list[int]) -> Tensor:
+    """An image of its patches in squares of four, ``[patches, 3 * frames * patch * patch]``."""
+    rows, columns = (length // 2 for length in grid)
+    squares = patches.view(rows, columns, 2, 2, 3, 2, GLM_PATCH, GLM_PATCH)[:, :, :, :, :, 0]
+    return squares.permute(0, 2, 5, 1, 3, 6, 4).reshape(rows * 2 * GLM_PATCH, columns * 2 * GLM_PATCH, 3)
+
+
 def _tensors(model: Any, values: Any) -> dict[str, Any]:
     """What the model takes of the output of a processor."""
-    names = ("pixel_values", "image_sizes", "batch_num_images", "image_position_ids")
+    names = ("pixel_values", "image_sizes", "batch_num_images", "image_position_ids", "image_grid_thw")
     inputs = {name: values[name] for name in names if name in values}
     if "batch_num_images" in inputs:
         inputs["batch_num_images"] = torch.as_tensor(inputs["batch_num_images"])
@@ -162,6 +190,16 @@ GEMMA4 = VisionFamily(
     "<|image|>",
     ("<|image>", "<|image|>", "<image|>"),
     {"boi_token_id": START, "eoi_token_id": END},
+)
+GLM4V = VisionFamily(
+    "glm4v",
+    {"model_type": "glm4v_text", **GLM_TEXT},
+    GLM_VISION,
+    {**COLORS, "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 28 * 28 * 40}},
+    Glm4vImageProcessorPil,
+    "<|image|>",
+    ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+    {"image_start_token_id": START, "image_end_token_id": END},
 )
 FAMILIES = {
     "llava": VisionFamily(
@@ -293,6 +331,22 @@ FAMILIES = {
         # transformers' own processor needs torchvision; it puts squares of 2 x 2 patches together after this one
         files={"max_soft_tokens": 70, "patch_size": 16, "pooling_kernel_size": 1},
     ),
+    "glm4v": GLM4V,
+    "glm4v_moe": replace(
+        GLM4V,
+        model_type="glm4v_moe",
+        text={
+            "model_type": "glm4v_moe_text",
+            **GLM_TEXT,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        vision={**GLM_VISION, "attention_bias": True},
+    ),
+    "glm46v": replace(
+        GLM4V, model_type="glm46v", vision={"model_type": "glm4v_vision", **GLM_VISION, "patch_size": GLM_PATCH}
+    ),
     "paligemma": VisionFamily(
         "paligemma",
         {"model_type": "gemma", **TEXT},
@@ -409,7 +463,7 @@ def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
         return [*words[1], *square, *words[2], *square * (count // GEMMA3_TOKENS - 1)] if words[0] else square
     if family.model_type in ("internvl", "gemma4", "gemma4_unified"):
         return [START, *[PAD] * count, END]
-    if family.vision["model_type"] == "pixtral":
+    if family.vision.get("model_type") == "pixtral":
         columns = int(size[1]) // family.files["patch_size"]["width"]
         row = [*[PAD] * columns, START]
         return [*row * (count // columns - 1), *[PAD] * columns, END]
@@ -433,7 +487,7 @@ def greedy(model: Any, name: str, prompt: Sequence[int], images: Sequence[Image.
 def _token_types(model: Any, ids: Tensor, prompt_len: int) -> dict[str, Any]:
     """Gemma 3 and 4: 1 for tokens of images. PaliGemma: 1 behind the prompt."""
     model_type = model.config.model_type
-    if model_type == "gemma4":
+    if model_type == "gemma4" or model_type.startswith("glm4"):
         return {"mm_token_type_ids": (ids == PAD).long()}
     if model_type == "gemma4_unified":  # whose forward has masks of Gemma 3, but those of Gemma 4 for `generate`
         shape, types = torch.empty(*ids.shape, 0), (ids == PAD).long()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout, read_layout
 from lightserve.media.sizes import ImageHeader, ImageSize
-from lightserve.model_files.config.images import read_image_files
+from lightserve.model_files.config.images import pair_around, read_image_files
 from lightserve.model_files.source import resolve
 from lightserve.vision.load import load_tower
 from lightserve.vision.tower import ImageTiles
-from test.vision_families import FAMILIES, features, save_family
+from test.vision_families import END, FAMILIES, START, features, save_family
 
 SIZES = [(32, 32), (90, 200), (300, 140), (64, 47), (23, 111)]
 
@@ -99,3 +101,21 @@ def test_the_largest_image_can_be_encoded(family: tuple[str, Path, Any]) -> None
 
         assert len(rows) == largest.tokens
         assert max_tokens is None or largest.tokens <= max_tokens
+
+
+def test_positions_of_images_have_axes_in_glm(tmp_path: Path) -> None:
+    save_family(tmp_path, "glm4v")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+    file.write_text(json.dumps(config))
+
+    with pytest.raises(ModelFilesError, match="rope_parameters has no mrope_section"):
+        layout_of(tmp_path)
+
+
+def test_images_of_glm_stand_between_two_tokens(tmp_path: Path) -> None:
+    """Clients of LightLLM may write these two alone."""
+    save_family(tmp_path, "glm4v")
+
+    assert pair_around(resolve(str(tmp_path))) == (START, END)

@@ -1,4 +1,4 @@
-"""Requests with images in a worker, from the text of a chat to its output, for families of one axis of positions.
+"""Requests with images in a worker, from the text of a chat to its output, for other families than Qwen's.
 
 The oracle is transformers.
 """
@@ -40,7 +40,7 @@ from test.vision_model import picture, png
 IMAGES = [picture(90, 200, 1), picture(150, 60, 2)]
 PROMPT = [1, 5, PAD, 7, 8, PAD, 9, 2]
 ONE_IMAGE = [1, 5, PAD, 9, 2]
-USUAL = ("llava_onevision", "internvl", "mistral3", "gemma3", "gemma4", "paligemma", "paligemma2")
+USUAL = ("llava_onevision", "internvl", "mistral3", "gemma3", "gemma4", "glm4v", "paligemma", "paligemma2")
 # the others differ in their tower and text model alone, which have tests of their own
 SERVED = [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 

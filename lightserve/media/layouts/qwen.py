@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.media.layout import ImageLayout
@@ -27,7 +27,7 @@ LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's ``detail: low``
 class QwenImages(ImageLayout):
     """The numbers of preprocessor_config.json."""
 
-    kinds = ("image", "video")
+    kinds: ClassVar[tuple[str, ...]] = ("image", "video")
 
     min_pixels: int
     max_pixels: int
@@ -74,7 +74,7 @@ class QwenImages(ImageLayout):
 
         return [resized(image, height, width, BICUBIC)]
 
-    def within(self, limits: PixelLimits) -> QwenImages:
+    def within(self, limits: PixelLimits) -> ImageLayout:
         """For a request that wants its images between these sizes."""
         least = self._checked("min_pixels", limits.min_pixels, self.min_pixels)
         most = self._checked("max_pixels", limits.max_pixels, self.max_pixels)
@@ -119,8 +119,10 @@ class QwenImages(ImageLayout):
         return rounded
 
     def _resized_to(self, height: int, width: int, most: int) -> tuple[int, int]:
+        """The shorter side is at least one token, and then the longer one has only as many as are left."""
         shrink = math.sqrt(height * width / most)
-        return self._floor(height / shrink), self._floor(width / shrink)
+        height, width = self._floor(height / shrink), self._floor(width / shrink)
+        return min(height, self._floor(most / width)), min(width, self._floor(most / height))
 
     def _floor(self, length: float) -> int:
         return max(self.side, math.floor(length / self.side) * self.side)

@@ -33,6 +33,7 @@ _GEMMA3 = VisionFamily(
     "lightserve.media.layouts.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE
 )
 _GEMMA4 = "lightserve.media.layouts.gemma4:Gemma4Images"
+_GLM4V = VisionFamily("lightserve.media.layouts.glm4v:Glm4vImages", "lightserve.vision.glm4v:Glm4vTower")
 _PALIGEMMA = VisionFamily(
     "lightserve.media.layouts.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
 )
@@ -46,6 +47,9 @@ FAMILIES = {
     "gemma4_unified": VisionFamily(
         _GEMMA4, "lightserve.vision.gemma4_unified:Gemma4UnifiedTower", Sight.IMAGE, sees_if_stated=True
     ),
+    "glm46v": _GLM4V,
+    "glm4v": _GLM4V,
+    "glm4v_moe": _GLM4V,
     "idefics3": _TILED,
     "internvl": VisionFamily(
         "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"
@@ -202,7 +206,7 @@ def vectors_per_token(hf: Mapping[str, Any]) -> int:
 def pair_around(source: ModelSource) -> tuple[int, int] | None:
     """The token ids before and after an image in a prompt; None: it has none, or config.json does not tell."""
     hf = source.hf_config()
-    start, end = hf.get("vision_start_token_id"), hf.get("vision_end_token_id")
+    start, end = (hf.get(f"vision_{side}_token_id", hf.get(f"image_{side}_token_id")) for side in ("start", "end"))
     return (start, end) if isinstance(start, int) and isinstance(end, int) else None
 
 

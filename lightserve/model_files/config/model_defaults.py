@@ -74,3 +74,20 @@ MINIMAX = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+GEMMA4 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+}
+GLM4V = {"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "attention_bias": True}
+GLM4V_MOE = {**GLM4V, "num_key_value_heads": 8, "partial_rotary_factor": 0.5}

@@ -91,21 +91,6 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
-_GEMMA4 = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 512,
-    "vocab_size_per_layer_input": 262_144,
-}
 _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
@@ -240,12 +225,12 @@ MODELS = {
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
     "gemma4_text": ConfigNames(
         {"top_k_experts": "num_experts_per_tok"},
-        {**_GEMMA4, "hidden_size_per_layer_input": 256},
+        {**model_defaults.GEMMA4, "hidden_size_per_layer_input": 256},
         config_derived.gemma4,
     ),
     "gemma4_unified_text": ConfigNames(
         defaults={
-            **_GEMMA4,
+            **model_defaults.GEMMA4,
             "max_position_embeddings": 262_144,
             "sliding_window": 1024,
             "use_bidirectional_attention": "vision",
@@ -256,6 +241,8 @@ MODELS = {
     "glm4": ConfigNames(defaults=_GLM),
     # heads of any number: hidden_size need not divide among them
     "glm4_moe_lite": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"first_k_dense_replace": 1}),
+    "glm4v": ConfigNames(defaults=model_defaults.GLM4V),
+    "glm4v_moe": ConfigNames(defaults=model_defaults.GLM4V_MOE),
     "glm_moe_dsa": ConfigNames({"qk_rope_head_dim": "head_dim"}, model_defaults.GLM_DSA, config_derived.indexed_layers),
     "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
     "gpt_bigcode": ConfigNames(

@@ -13,6 +13,9 @@ TEXT_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm46v": "glm4v",
+    "glm4v": "glm4v",
+    "glm4v_moe": "glm4v_moe",
     "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
@@ -35,6 +38,8 @@ TEXT_TYPES = {
 # model_type of text_config: as which model_type it is served; others are served as what they are
 SERVED_AS = {
     **TEXT_TYPES,
+    "glm4v_moe_text": "glm4v_moe",
+    "glm4v_text": "glm4v",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",

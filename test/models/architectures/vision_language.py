@@ -33,6 +33,15 @@ INTERN_VISION = {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 
 SIGLIP = {**PIXTRAL, "image_size": 32, "patch_size": 8}
 del SIGLIP["model_type"]
 KIMI_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+GLM_VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 16}
+GLM_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5, "rope_theta": 1e4}
+GLM_ROPE_WIDE = {**GLM_ROPE, "mrope_section": [2, 1, 1]}
+GLM_EXPERTS = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "routed_scaling_factor": 1.5,
+}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS = {"head_dim": 16, "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
@@ -102,6 +111,17 @@ CASES = {
     "qwen3_vl": Case(*_case("qwen3_vl", {"head_dim": 16, "rope_parameters": INTERLEAVED}, QWEN_VISION)),
     "qwen3_vl_moe": Case(*_case("qwen3_vl_moe", EXPERTS, QWEN_VISION), _transposed_experts),
     "qwen3_vl_moe-stacked": Case(*_case("qwen3_vl_moe", {**EXPERTS, "mlp_only_layers": [1]}, QWEN_VISION)),
+    "glm4v": Case(*_case("glm4v", {"rope_parameters": GLM_ROPE}, GLM_VISION)),
+    "glm4v_moe": Case(
+        *_case("glm4v_moe", {**GLM_EXPERTS, "head_dim": 16, "rope_parameters": GLM_ROPE_WIDE}, GLM_VISION)
+    ),
+    "glm46v": Case(
+        *_case(
+            "glm46v",
+            {"model_type": "glm4v_text", "rope_parameters": GLM_ROPE},
+            {**GLM_VISION, "model_type": "glm4v_vision"},
+        )
+    ),
     "smolvlm": Case(*_case("smolvlm", {"model_type": "llama"}, SIGLIP)),
     "idefics3": Case(*_case("idefics3", {"model_type": "llama"}, SIGLIP)),
     "mistral3": Case(*_case("mistral3", {"model_type": "mistral", "sliding_window": 24}, PIXTRAL), _as_saved_today),
