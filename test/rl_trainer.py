@@ -4,7 +4,7 @@
 
 It joins the server by gloo, sends the weights of each folder in turn, and prints the replies of every update as JSON.
 API is sglang, bucket (SGLang's flattened buckets), vllm or packed (vLLM's packed buffers); joins: it sends nothing;
-dies: it exits after the first tensor.
+dies: it exits after the first tensor. Behind one of these and a colon, draft means that the weights are of drafts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ GROUP = {"sglang": "trainer", "bucket": "trainer", "vllm": "weight_transfer", "p
 
 
 class Trainer:
-    def __init__(self, url: str, key: str, port: int, api: str, world_size: int = 2) -> None:
+    def __init__(self, url: str, key: str, port: int, api: str, world_size: int = 2, selector: str = "all") -> None:
         self._url, self._key, self._port, self.api, self._world_size = url, key, port, api, world_size
+        self._selector = selector
         self._group: Any = None
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +85,8 @@ class Trainer:
     def update(self, tensors: dict[str, Tensor], version: str) -> list[dict[str, Any]]:
         if self.api in ("sglang", "bucket"):
             return [self._update_half(part, version) for part in _halves(tensors)]
-        started = self.post("/start_weight_update", {})
+        path = "/start_draft_weight_update" if self._selector == "draft" else "/start_weight_update"
+        started = self.post(path, {})
         info = {
             "names": list(tensors),
             "dtype_names": [dtype_of(tensor) for tensor in tensors.values()],
@@ -115,6 +117,7 @@ class Trainer:
             "dtypes": [dtype_of(tensor) for tensor in tensors.values()],
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
             "group_name": GROUP[self.api],
+            "selector": self._selector,
         }
 
     def send_each(self, tensors: dict[str, Tensor]) -> None:
@@ -143,8 +146,9 @@ def _halves(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def main() -> None:
-    url, key, port, api, world_size, *folders = sys.argv[1:]
-    trainer = Trainer(url, key, int(port), api if api in GROUP else "sglang", int(world_size))
+    url, key, port, kind, world_size, *folders = sys.argv[1:]
+    api, _, selector = kind.partition(":")
+    trainer = Trainer(url, key, int(port), api if api in GROUP else "sglang", int(world_size), selector or "all")
     print(json.dumps([trainer.join()]), flush=True)
     if api == "dies":
         trainer.die_in_broadcast(load_file(Path(folders[0]) / "model.safetensors"))

@@ -32,6 +32,7 @@ from lightserve.messages.rl import (
     WeightsState,
     joined_replies,
 )
+from lightserve.messages.weights import WeightSelector
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -42,6 +43,7 @@ UPDATES = JoinWeightGroup | BeginWeightUpdate | REPLACING
 DIED = "it was lost before it replied"
 COMPARED = "its weights are compared with those of the other engines"
 LOADING = "it loads the last weights"
+OLD_DRAFTS = "engine {} drafts with the weights of its files, others with those of an update; send them again"
 OLD = "weights_lost: engine {} does not have the last weights{}; send all weights again"
 
 
@@ -55,6 +57,7 @@ class ClusterTraining:
         self._version: str | None = None  # of the weights, if a trainer has named them
         self._updates = 0  # how often the weights of engines were replaced
         self._load: LoadWeightsFrom | None = None  # that gave the last weights; None: a trainer sent them
+        self._draft_load: LoadWeightsFrom | None = None  # that gave what drafts its last weights
         self._held: dict[int, tuple[int, int]] = {}  # by engine: its last update, and its generation of weights then
 
     def on_asked(self, query: RlQuery) -> None:
@@ -76,7 +79,9 @@ class ClusterTraining:
         """The reply to the trainer. ``lost``: engines that did not reply."""
         replies = dict(sorted(replies.items()))
         if isinstance(query, REPLACING):
-            self._settle(query, replies)
+            self._settle_drafts(query, replies)
+            if not _is_of_drafts(query):
+                self._settle(query, replies)
         elif isinstance(query, SetWeightVersion) and any(reply.status == 200 for reply in replies.values()):
             self._version = query.version
         if isinstance(query, UPDATES):
@@ -84,8 +89,16 @@ class ClusterTraining:
         if not replies:
             return RlReply(query.query_id, 503, NO_ENGINE)
         if isinstance(query, GetWeights):
-            replies = {number: self._with_problem(number, reply) for number, reply in replies.items()}
+            have_drafts = any(reply.weights is not None and reply.weights.draft_source for reply in replies.values())
+            replies = {number: self._with_problem(number, reply, have_drafts) for number, reply in replies.items()}
         return joined_replies(query.query_id, replies)
+
+    def _settle_drafts(self, query: REPLACING, replies: Mapping[int, RlReply]) -> None:
+        if any(reply.status == 200 for reply in replies.values()):
+            if isinstance(query, LoadWeightsFrom) and _is_of_drafts(query):
+                self._draft_load = replace(query, query_id=NOBODY, version=None)
+            elif any(reply.weights is not None and reply.weights.draft_source == TRAINER for reply in replies.values()):
+                self._draft_load = None
 
     def _settle(self, query: RlQuery, replies: Mapping[int, RlReply]) -> None:
         """Some engines may have new weights now. Others then have old ones."""
@@ -116,11 +129,17 @@ class ClusterTraining:
         engine.weights_problem = OLD.format(engine.number, reason)
         logger.error("engine %d serves nothing: %s", engine.number, engine.weights_problem)
 
-    def _with_problem(self, number: int, reply: RlReply) -> RlReply:
+    def _with_problem(self, number: int, reply: RlReply, have_drafts: bool) -> RlReply:
+        """``have_drafts``: some engines have got weights of drafts."""
         problem = next((engine.weights_problem for engine in self._engines if engine.number == number), "")
-        if reply.weights is None or not problem:
+        weights = reply.weights
+        if weights is None:
             return reply
-        return replace(reply, weights=replace(reply.weights, problem=problem))
+        if problem:
+            weights = replace(weights, problem=problem)
+        if have_drafts and not weights.draft_source and not weights.draft_problem:
+            weights = replace(weights, draft_problem=OLD_DRAFTS.format(number))
+        return replace(reply, weights=weights)
 
     # engines that join
 
@@ -168,9 +187,16 @@ class ClusterTraining:
 
     def _repeat_state(self, engine: Engine) -> None:
         """The state in which the other engines are."""
+        if self._draft_load is not None:
+            engine.link.send(self._draft_load)
         if self._version is not None and not engine.weights_problem:
             engine.link.send(SetWeightVersion(NOBODY, self._version))
         if self._pause is not None:
             engine.link.send(replace(self._pause, query_id=NOBODY))
         if self._released:
             engine.link.send(Sleep(NOBODY, mode="keep", tags=sorted(self._released)))
+
+
+def _is_of_drafts(query: RlQuery) -> bool:
+    """Whether it loads a folder that has no weights of the model."""
+    return isinstance(query, LoadWeightsFrom) and query.selector is WeightSelector.DRAFT

@@ -167,7 +167,8 @@ def _all_updated(replies: Sequence[WorkerWeightsReply]) -> WorkerWeightsReply:
         missing=max(missing, default=None),
         used=max(reply.used for reply in replies),
         has_repeated=any(reply.has_repeated for reply in replies),
-        has_only_drafts=all(reply.has_only_drafts for reply in replies),
+        has_model=any(reply.has_model for reply in replies),
+        has_drafts=any(reply.has_drafts for reply in replies),
         values=replies[0].values,
     )
 

@@ -104,6 +104,9 @@ METRICS = (
     _counter("spec_decode_num_drafts_total", "With --speculative_config: steps of requests that had drafts."),
     _counter("spec_decode_num_draft_tokens_total", "With --speculative_config: tokens that were drafted."),
     _counter("spec_decode_num_accepted_tokens_total", "With --speculative_config: drafted tokens that were accepted."),
+    _gauge(
+        "draft_weights_old", "1: a draft head lost its updated weights, and drafts with older ones; texts are right."
+    ),
     _gauge("spec_decode_synthetic", "1: drafts are accepted by a schedule (rejection_sample_method); no text is real."),
     Metric(
         "spec_decode_num_accepted_tokens_per_pos_total",

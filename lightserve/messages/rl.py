@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from lightserve.messages.weights import WeightBuffering, WeightTensor
+from lightserve.messages.weights import WeightBuffering, WeightSelector, WeightTensor
 
 PauseMode = Literal["abort", "wait", "keep"]
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -77,6 +77,7 @@ class BeginWeightUpdate(msgspec.Struct, frozen=True, tag=True):
     """Weights will come, and EndWeightUpdate after the last ones. Without it, an update ends when all have come."""
 
     query_id: int
+    selector: WeightSelector = WeightSelector.ALL  # of calls that name none
 
 
 class ReceiveWeights(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +90,7 @@ class ReceiveWeights(msgspec.Struct, frozen=True, tag=True):
     version: str | None = None
     recomputes: bool = True  # running requests compute their KV again, with the new weights
     aborts: bool = False  # end all requests first, with the tokens that they have
+    selector: WeightSelector | None = None  # None: that of BeginWeightUpdate
 
 
 class EndWeightUpdate(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +107,7 @@ class LoadWeightsFrom(msgspec.Struct, frozen=True, tag=True):
     version: str | None = None
     recomputes: bool = True
     aborts: bool = False
+    selector: WeightSelector = WeightSelector.ALL
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True, tag=True):
@@ -165,6 +168,8 @@ class WeightsState(msgspec.Struct, frozen=True):
     generation: int = 0  # how often they were replaced
     source: str = ""  # the folder of the last update, or "trainer"; empty: they come from --model_dir
     problem: str = ""  # why no text can be generated with them
+    draft_source: str = ""  # as ``source``, of what drafts
+    draft_problem: str = ""  # why what drafts has older weights than the last update gave it; texts are right
     missing: int | None = None  # tensors that the open update still needs
     values: list[float] = []
 
@@ -183,8 +188,9 @@ class RlReply(msgspec.Struct, frozen=True, tag=True):
     engines: int = 1  # whose replies this is
 
 
-def _has_problem(weights: WeightsState) -> bool:
-    return bool(weights.problem)
+def _problems(weights: WeightsState) -> tuple[bool, bool]:
+    """The greatest is that of the engine which has to be heard of."""
+    return bool(weights.problem), bool(weights.draft_problem)
 
 
 def joined_replies(query_id: int, replies: dict[int, RlReply]) -> RlReply:
@@ -199,6 +205,6 @@ def joined_replies(query_id: int, replies: dict[int, RlReply]) -> RlReply:
         sum(reply.count for reply in replies.values()),
         next(iter(replies.values())).method,
         max(reply.seconds for reply in replies.values()),
-        max(filter(None, (reply.weights for reply in replies.values())), key=_has_problem, default=None),
+        max(filter(None, (reply.weights for reply in replies.values())), key=_problems, default=None),
         len(replies),
     )

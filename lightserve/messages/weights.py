@@ -23,6 +23,14 @@ class WeightBuffering(enum.Enum):
     PACKED = "packed"  # chunks of bytes; a chunk ends with the tensor that makes it larger than ``buffer_bytes``
 
 
+class WeightSelector(enum.Enum):
+    """Which weights an update has, as in SGLang."""
+
+    ALL = "all"  # the model, and the layer for drafts of its checkpoint (MTP) if its tensors come
+    TARGET = "target"  # the model alone
+    DRAFT = "draft"  # what drafts alone: MTP, or a head or a model with files of its own
+
+
 class JoinTorchGroup(msgspec.Struct, frozen=True, tag=True):
     """Join a trainer in a process group of torch."""
 
@@ -54,15 +62,17 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckFolder(msgspec.Struct, frozen=True, tag=True):
-    """Whether the model can be loaded from a folder. Nothing is changed."""
+    """Whether weights can be loaded from a folder. Nothing is changed."""
 
     path: str
+    selector: WeightSelector = WeightSelector.ALL
 
 
 class LoadFolder(msgspec.Struct, frozen=True, tag=True):
     """Load all weights from a folder that was checked."""
 
     path: str
+    selector: WeightSelector = WeightSelector.ALL
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, tag=True):
@@ -74,6 +84,7 @@ class ReceiveTensors(msgspec.Struct, frozen=True, tag=True):
     buffer_bytes: int = 0
     restarts: bool = False  # drop a load that has begun
     discards: bool = False  # the model computes all of them itself
+    selector: WeightSelector = WeightSelector.ALL
 
 
 class CheckTensors(msgspec.Struct, frozen=True, tag=True):
@@ -81,6 +92,7 @@ class CheckTensors(msgspec.Struct, frozen=True, tag=True):
 
     group: str
     tensors: list[WeightTensor]
+    selector: WeightSelector = WeightSelector.ALL
 
 
 class FinishLoad(msgspec.Struct, frozen=True, tag=True):
@@ -117,6 +129,7 @@ class WorkerWeightsReply(msgspec.Struct, frozen=True):
     is_client_error: bool = False  # what the trainer sent does not fit the model
     missing: int | None = None  # tensors that the load still needs; None: no load is open, or that is not known
     used: int = 0  # of the checked tensors, those that fill weights
-    has_only_drafts: bool = False  # the load that has ended was of the layer for drafts alone
+    has_model: bool = False  # the load that has ended had weights of the model
+    has_drafts: bool = False  # the load that has ended had weights of what drafts
     has_repeated: bool = False  # one of the checked tensors has come before in the open load
     values: list[float] = []

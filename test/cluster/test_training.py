@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.queries import ClusterQueries
@@ -25,6 +26,7 @@ from lightserve.messages.rl import (
     WakeUp,
     WeightsState,
 )
+from lightserve.messages.weights import WeightSelector
 from test.cluster.test_adapters import engines, sent
 
 FOLDER = LoadWeightsFrom(1, "step-2", "v2")
@@ -209,3 +211,42 @@ def test_the_ranks_of_engines_in_a_group_follow_one_another() -> None:
     cluster.ask(JOIN, RlReply(1), RlReply(1), RlReply(1))
 
     assert [message.engine for engine in cluster.engines for message in sent(engine)] == [0, 1, 2]
+
+
+DRAFTS = LoadWeightsFrom(1, "head-2", selector=WeightSelector.DRAFT)
+
+
+def has_drafts(source: str, generation: int = 0) -> RlReply:
+    return RlReply(1, weights=WeightsState("v2", generation, draft_source=source))
+
+
+def test_an_engine_that_joins_loads_the_folder_of_the_drafts_too_and_serves_without_it() -> None:
+    cluster = Cluster()
+    cluster.ask(DRAFTS, has_drafts("/head-2"), has_drafts("/head-2"))
+    cluster.engines.pop()
+    cluster.queries.engine_left(1)
+
+    engine = cluster.join(generation=0)
+
+    assert engine.is_serving
+    assert sent(engine)[1:] == [replace(DRAFTS, query_id=NOBODY)]
+    weights = cluster.ask(GetWeights(1), has_drafts("/head-2"), has_drafts("")).weights
+    assert weights is not None
+    assert weights.problem == ""
+    assert weights.draft_problem.startswith("engine 1 drafts with the weights of its files")
+    assert cluster.ask(GetWeights(1), has_drafts("/head-2"), has_drafts("/head-2")).weights == WeightsState(
+        "v2", draft_source="/head-2"
+    )
+
+
+def test_an_engine_that_joins_loads_no_folder_of_drafts_after_a_broadcast_of_them() -> None:
+    cluster = Cluster()
+    cluster.ask(DRAFTS, has_drafts("/head-2"), has_drafts("/head-2"))
+    cluster.ask(BROADCAST, has_drafts(TRAINER), has_drafts(TRAINER))
+    cluster.engines.pop()
+    cluster.queries.engine_left(1)
+
+    engine = cluster.join(generation=0)
+
+    assert engine.is_serving
+    assert len(sent(engine)) == 1

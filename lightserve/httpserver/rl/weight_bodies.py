@@ -26,7 +26,7 @@ Port = Annotated[int, Field(strict=False, ge=1, le=65_535)]  # AReaL sends it as
 Version = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0, le=3600)]
 Sizes = list[Annotated[int, Field(ge=0, le=2**40)]]
-Selector = Literal["target", "all"]  # drafts have no weights of their own here
+Selector = Literal["target", "draft", "all"]
 
 
 class TensorList(Body):
@@ -92,13 +92,15 @@ class UpdateFromDisk(Body):
     weight_version: Version | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    selector: Selector = "all"  # an addition
 
 
 class Session(Body):
+    selector: Selector = "all"
+
+
+class EndSession(Body):
     selector: Selector | None = None
-
-
-class EndSession(Session):
     weight_version: Version | None = None
     flush_cache: bool = True
 

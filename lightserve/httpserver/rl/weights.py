@@ -40,6 +40,7 @@ from lightserve.messages.rl import (
     SetWeightVersion,
     WeightsState,
 )
+from lightserve.messages.weights import WeightSelector
 
 B = TypeVar("B", bound=Body)
 UPDATE_TIMEOUT_S = 3600.0  # the router and the workers have shorter ones
@@ -109,6 +110,7 @@ class _WeightRoutes:
                 body.weight_version,
                 body.flush_cache,
                 body.abort_all_requests,
+                None if body.selector is None else WeightSelector(body.selector),
             ),
             "the weights were received",
         )
@@ -117,14 +119,21 @@ class _WeightRoutes:
         body = await self._body(request, UpdateFromDisk)
         return await self._succeeds(
             lambda query_id: LoadWeightsFrom(
-                query_id, body.model_path, body.weight_version, body.flush_cache, body.abort_all_requests
+                query_id,
+                body.model_path,
+                body.weight_version,
+                body.flush_cache,
+                body.abort_all_requests,
+                WeightSelector(body.selector),
             ),
             "the weights were loaded",
         )
 
     async def begin_session(self, request: Request) -> JSONResponse:
-        await self._body(request, Session)
-        return await self._succeeds(BeginWeightUpdate, "the weight update has begun")
+        selector = WeightSelector((await self._body(request, Session)).selector)
+        return await self._succeeds(
+            lambda query_id: BeginWeightUpdate(query_id, selector), "the weight update has begun"
+        )
 
     async def end_session(self, request: Request) -> JSONResponse:
         body = await self._body(request, EndSession)
@@ -160,6 +169,8 @@ class _WeightRoutes:
                 "generation": weights.generation,
                 "source": weights.source,
                 "problem": weights.problem or None,
+                "draft_source": weights.draft_source,
+                "draft_problem": weights.draft_problem or None,
             }
         )
 
@@ -175,7 +186,8 @@ class _WeightRoutes:
         return JSONResponse({"message": "Weight update started"})
 
     async def start_draft(self) -> JSONResponse:
-        raise InvalidRequestError("drafts have no weights that can be updated; restart the server with the new ones")
+        await self._ask(lambda query_id: BeginWeightUpdate(query_id, WeightSelector.DRAFT))
+        return JSONResponse({"message": "Weight update started"})
 
     async def update(self, request: Request) -> JSONResponse:
         info = (await self._body(request, UpdateWeights)).update_info

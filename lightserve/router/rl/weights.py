@@ -41,6 +41,7 @@ from lightserve.messages.weights import (
     ReadTensor,
     ReceiveTensors,
     WeightBuffering,
+    WeightSelector,
     WeightTensor,
     WorkerWeightsCommand,
     WorkerWeightsReply,
@@ -65,6 +66,10 @@ LOST = (
     "weights_lost: the model workers died after the last weight update, whose weights came from a trainer; "
     "send all weights again"
 )
+DRAFTS_LOST = (
+    "the model workers died after the last update of the weights of drafts, which came from a trainer: they draft with "
+    "those of the server's start until the trainer sends them again"
+)
 
 
 class WeightsControl:
@@ -88,7 +93,10 @@ class WeightsControl:
         self._num_ranks = 1
         self._is_open = False  # some weights are new and others are not
         self._is_explicit = False  # the trainer said that it begins, and will say that it ends
-        self._last_tensors: dict[str, list[WeightTensor]] = {}  # of the groups: an update may repeat them
+        self._selector = WeightSelector.ALL  # of calls of the open update that name none
+        self._writes_model = False  # in the open update
+        # of the groups: an update may repeat them
+        self._last_tensors: dict[tuple[str, WeightSelector], list[WeightTensor]] = {}
         self._buffers: dict[str, tuple[WeightBuffering, int]] = {}  # of the groups
         self._recomputes = True
         self._version: str | None = None  # of the open update
@@ -125,16 +133,20 @@ class WeightsControl:
                 message.port,
             )  # fmt: skip
         async with self._lock:
-            self._last_tensors.pop(message.name, None)
+            self._forget_tensors(message.name)
             self._check(await self._call(command, message.timeout_s))
             self._buffers[message.name] = message.buffering, message.buffer_bytes
         return self._reply()
 
     async def _leave(self, message: LeaveWeightGroup) -> RlReply:
         async with self._lock:
-            self._last_tensors.pop(message.name, None)
+            self._forget_tensors(message.name)
             self._check(await self._call(LeaveGroup(message.name)))
         return self._reply()
+
+    def _forget_tensors(self, group: str) -> None:
+        for selector in WeightSelector:
+            self._last_tensors.pop((group, selector), None)
 
     # updates in parts
 
@@ -143,23 +155,26 @@ class WeightsControl:
             if self._is_open:
                 await self._call(CancelLoad())
                 self._fail("the trainer began another weight update before this one had ended")
-            self._is_explicit = True
+            self._is_explicit, self._selector = True, message.selector
         return self._reply()
 
     async def _receive(self, message: ReceiveWeights) -> RlReply:
         async with self._lock:
-            tensors = message.tensors or self._last_tensors.get(message.group)
+            selector = message.selector or self._selector
+            tensors = message.tensors or self._last_tensors.get((message.group, selector))
             if not tensors:
                 raise InvalidRequestError("names: the first update of a group names its tensors")
-            checked = self._check(await self._call(CheckTensors(message.group, tensors)))
-            self._last_tensors[message.group] = tensors
+            checked = self._check(await self._call(CheckTensors(message.group, tensors, selector)))
+            self._last_tensors[message.group, selector] = tensors
             restarts = checked.has_repeated or not self._is_open
             buffering, buffer_bytes = self._buffers.get(message.group, (WeightBuffering.EACH, 0))
-            command = ReceiveTensors(message.group, tensors, message.buffering or buffering, buffer_bytes, restarts)
+            command = ReceiveTensors(
+                message.group, tensors, message.buffering or buffering, buffer_bytes, restarts, selector=selector
+            )
             if not checked.used and not self._is_open:  # the model computes these itself
                 self._check(await self._call(msgspec.structs.replace(command, discards=True), UPDATE_TIMEOUT_S))
                 return self._reply()
-            await self._open(message.aborts)
+            await self._open(message.aborts, selector)
             self._version, self._recomputes = message.version or self._version, message.recomputes
             reply = await self._write(command)
             missing = reply.missing
@@ -173,7 +188,7 @@ class WeightsControl:
             if not self._is_open:
                 if self.served.problem and self._is_explicit:
                     raise ConflictError(f"the weight update has failed: {self.served.problem}")
-                self._is_explicit = False
+                self._end_session()
                 self._set(message.version)
                 return self._reply()
             self._version, self._recomputes = message.version or self._version, message.recomputes
@@ -181,23 +196,15 @@ class WeightsControl:
         return self._reply()
 
     async def _finish(self) -> None:
-        """All weights have come, or all of the layer for drafts: then those of the model stay, valid or not."""
-        finished = await self._write(FinishLoad())
-        if not finished.has_only_drafts:
-            self._complete(TRAINER)
-            return
-        self._set(self._version)
-        self._forget_open()
-        self._is_explicit = False
-        self._steps.release(_HOLD)
-        logger.info("the layer for drafts has new weights")
+        """All weights have come, or all of what drafts: then those of the model stay, valid or not."""
+        self._complete(TRAINER, await self._write(FinishLoad()))
 
     async def _resume(self, message: ResumeGeneration) -> RlReply:
         """Generation shall go on. An update that is not complete has failed."""
         async with self._lock:
             if self._is_open:
                 await self._call(CancelLoad())
-                self._fail("generation was resumed before all weights of the update had come; send all weights again")
+                self._fail("generation was resumed before all weights of the update had come")
         return await self._resume_paused(message)
 
     # from a folder
@@ -205,12 +212,11 @@ class WeightsControl:
     async def _load(self, message: LoadWeightsFrom) -> RlReply:
         folder = str(await asyncio.to_thread(weights_folder, self._root, message.path))
         async with self._lock:
-            self._check(await self._call(CheckFolder(folder), UPDATE_TIMEOUT_S))
-            self._is_explicit = False
-            await self._open(message.aborts)
+            self._check(await self._call(CheckFolder(folder, message.selector), UPDATE_TIMEOUT_S))
+            self._end_session()
+            await self._open(message.aborts, message.selector)
             self._version, self._recomputes = message.version, message.recomputes
-            await self._write(LoadFolder(folder))
-            self._complete(folder)
+            self._complete(folder, await self._write(LoadFolder(folder, message.selector)))
         return self._reply()
 
     async def restore(self, workers: WorkerCaller) -> None:
@@ -220,20 +226,41 @@ class WeightsControl:
         """
         served = self.served
         async with self._lock:
-            if self._is_open:
-                self._fail("weights_lost: the model workers died during a weight update; send all weights again")
-            elif served.problem or served.source == TRAINER:
-                self._fail(served.problem or LOST)
+            has_half_drafts = bool(served.half_drafts) or self._is_open
+            if self._is_open and self._writes_model:
+                self._fail("weights_lost: the model workers died during a weight update")
+            elif served.model_problem or served.source == TRAINER:
+                self._refuse(served.model_problem or LOST)
             elif served.source:
                 await self._load_again(workers, served)
+            await self._restore_drafts(workers, has_half_drafts)
 
     async def _load_again(self, workers: WorkerCaller, served: ServedWeights) -> None:
-        reply = await workers.call(UPDATE_WEIGHTS, LoadFolder(served.source), UPDATE_TIMEOUT_S)
-        if reply is None or reply.error:
-            reason = "they died again" if reply is None else reply.error
-            self._fail(f"weights_lost: new model workers cannot load {served.source} ({reason}); update them again")
+        error = await self._error_of_load(workers, LoadFolder(served.source))
+        if error:
+            self._refuse(f"weights_lost: new model workers cannot load {served.source} ({error}); update them again")
             return
         logger.info("the new workers have loaded the weights of %s again", served.source)
+
+    async def _restore_drafts(self, workers: WorkerCaller, has_half_drafts: bool) -> None:
+        """New workers draft with the weights of their files. They may, since no text depends on it, but say so."""
+        served = self.served
+        if self._is_open:  # with weights of drafts alone
+            self._forget_open()
+            self._steps.release(_HOLD)
+        problem = DRAFTS_LOST if has_half_drafts or served.draft_source == TRAINER else ""
+        if not problem and served.draft_source not in ("", served.source):
+            error = await self._error_of_load(workers, LoadFolder(served.draft_source, WeightSelector.DRAFT))
+            problem = error and f"new model workers cannot load {served.draft_source} for drafts ({error})"
+        if problem:
+            served.drafts_lost(problem)
+            self._report_problems()
+            logger.warning("drafts have older weights: %s", problem)
+
+    @staticmethod
+    async def _error_of_load(workers: WorkerCaller, command: LoadFolder) -> str:
+        reply = await workers.call(UPDATE_WEIGHTS, command, UPDATE_TIMEOUT_S)
+        return "they died again" if reply is None else reply.error
 
     # names
 
@@ -276,12 +303,12 @@ class WeightsControl:
         if reply.error:
             if not isinstance(command, LoadFolder):
                 await self._call(CancelLoad())
-            self._fail(f"the weight update has failed: {reply.error}; send all weights again")
+            self._fail(f"the weight update has failed: {reply.error}")
         self._check(reply)
         self._watch()
         return reply
 
-    async def _open(self, aborts: bool) -> None:
+    async def _open(self, aborts: bool, selector: WeightSelector) -> None:
         if aborts:
             self._end_requests()
         self._steps.hold(_HOLD)
@@ -289,6 +316,7 @@ class WeightsControl:
         if not self._is_open:
             logger.info("a weight update has begun: %d requests wait", self._scheduler.num_running)
         self._is_open = True
+        self._writes_model |= selector is not WeightSelector.DRAFT
 
     def _watch(self) -> None:
         """A trainer that is gone must not leave requests waiting for the rest of its weights."""
@@ -298,25 +326,37 @@ class WeightsControl:
 
     def _on_stalled(self) -> None:
         if self._is_open and not self._lock.locked():
-            self._fail(f"no weights of the open update have come for {STALLED_S:g} s; send all weights again")
+            self._fail(f"no weights of the open update have come for {STALLED_S:g} s")
 
-    def _complete(self, source: str) -> None:
-        version, recomputes = self._version, self._recomputes
+    def _complete(self, source: str, written: WorkerWeightsReply) -> None:
+        version, recomputes, served = self._version, self._recomputes, self.served
         self._forget_open()
-        self._is_explicit = False
-        self.served.replaced(source, version)
-        self.on_replaced()
+        self._end_session()
+        if written.has_drafts:
+            served.drafts_replaced(source)
+        if written.has_model:
+            served.replaced(source, version)
+        if written.has_model or recomputes:
+            self.on_replaced()
         if recomputes:
             self._scheduler.clear_cache()
+        if written.has_model:
+            self._rename_requests()
+            self._report_version()
+        else:
+            self._set(version)
+        self._report_problems()
+        self._steps.release(_HOLD)
+        parts = [name for name, has in (("model", written.has_model), ("drafts", written.has_drafts)) if has]
+        logger.info(
+            "weights of %s of version %r, generation %d, from %s",
+            " and ".join(parts), served.version, served.generation, source,
+        )  # fmt: skip
+
+    def _rename_requests(self) -> None:
         for group in self._scheduler.groups:
             for req in group.queue:
                 self.served.rename(req)
-        self._report_version()
-        self._output_processor.problem = ""
-        self._steps.release(_HOLD)
-        logger.info(
-            "weights of version %r, generation %d, from %s", self.served.version, self.served.generation, source
-        )
 
     def _set(self, version: str | None) -> None:
         if version is not None and version != self.served.version:
@@ -329,22 +369,38 @@ class WeightsControl:
         self._output_processor.weight_version = self.served.version
         self._send(WeightsReplaced(self.served.version, [VersionedReq(req.req_id, req.output_len) for req in reqs]))
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, reason: str) -> None:
+        """The open update has failed."""
+        what = "weights" if self._writes_model else "weights of the draft head"
+        self._refuse(f"{reason}; send all {what} again", self._writes_model)
+
+    def _refuse(self, problem: str, of_model: bool = True) -> None:
         """Nothing can be generated: the requests end, and new ones are refused."""
         logger.error("no text can be generated: %s", problem)
         self._forget_open()
-        self.served.problem = self._output_processor.problem = problem
+        if of_model:
+            self.served.model_problem = problem
+        else:
+            self.served.half_drafts = problem
+        self._report_problems()
         failed = self._scheduler.drop(lambda req: True)
         if failed:
             self._output_processor.fail(failed, 503, lambda _: problem)
         self._output_processor.send_heartbeat(0.0, self._steps.has_workers)
         self._steps.release(_HOLD)  # there are no requests
 
+    def _report_problems(self) -> None:
+        self._output_processor.problem = self.served.problem
+        self._output_processor.metrics.values["draft_weights_old"] = float(bool(self.served.draft_problem))
+
     def _forget_open(self) -> None:
-        self._is_open = False
+        self._is_open = self._writes_model = False
         self._version = None
         if self._stalled is not None:
             self._stalled.cancel()
+
+    def _end_session(self) -> None:
+        self._is_explicit, self._selector = False, WeightSelector.ALL
 
     def _end_requests(self) -> None:
         self._output_processor.end(self._scheduler.drop(lambda req: not req.is_internal))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from lightserve.common.basemodel import CheckpointTensor, TpPartBaseModel
-from lightserve.common.checkpoint.reader import module_tensors, open_checkpoint, tensor_metadata
+from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
+from lightserve.common.checkpoint.reader import tensor_metadata
 from lightserve.common.device import Device
 from lightserve.config import WorkerConfig
-from lightserve.errors import InvalidRequestError, LightserveError, ModelFilesError, RequestError
+from lightserve.errors import InvalidRequestError, LightserveError, ModelFilesError, OptionError, RequestError
 from lightserve.messages.weights import (
     CancelLoad,
     CheckFolder,
@@ -26,17 +25,19 @@ from lightserve.messages.weights import (
     LoadFolder,
     ReadTensor,
     ReceiveTensors,
+    WeightSelector,
     WorkerWeightsCommand,
     WorkerWeightsReply,
 )
 from lightserve.model_files.config.text_part import is_of_other_part
-from lightserve.model_files.source import ModelSource, resolve, stored_as
-from lightserve.models.served_config import read_served_config
+from lightserve.model_files.source import resolve
 from lightserve.utils.logger import init_logger
-from lightserve.worker.speculation.heads.head import DraftHead
+from lightserve.worker.speculation.heads.draft_model import DraftModelHead
+from lightserve.worker.speculation.heads.head import DraftHead, LayerHead
 from lightserve.worker.weights.buffers import metadata, received
+from lightserve.worker.weights.draft_parts import WeightParts
 from lightserve.worker.weights.groups import NcclGroup, TorchGroup, TrainerGroup
-from lightserve.worker.weights.parts import HeadPart, PartLoads, UpdatedPart, parts_of
+from lightserve.worker.weights.parts import PartLoads
 
 logger = init_logger(__name__)
 
@@ -54,12 +55,12 @@ class WeightUpdater:
     ) -> None:
         self._config = config
         self._model = model
-        self._parts = parts_of(model, head)
+        self._head = head
+        self._parts = WeightParts(config, model, head)
         self._platform = platform
         self._rank = rank
         self._groups: dict[str, TrainerGroup] = {}
         self._load: PartLoads | None = None
-        self._names: set[str] = set()  # that the open load has got
 
     def handle(self, command: WorkerWeightsCommand) -> WorkerWeightsReply:
         try:
@@ -67,7 +68,7 @@ class WeightUpdater:
             with torch.inference_mode():
                 return self._handle(command)
         except LightserveError as error:
-            is_client_error = isinstance(error, RequestError | ModelFilesError)
+            is_client_error = isinstance(error, RequestError | ModelFilesError | OptionError)
             return WorkerWeightsReply(str(error), is_client_error)
         except Exception as error:  # of torch: the trainer is gone, or memory is short
             logger.warning("the weight update failed: %s", error, exc_info=error)
@@ -81,9 +82,9 @@ class WeightUpdater:
             case LeaveGroup():
                 self._leave(command.name)
             case CheckFolder():
-                self._check_folder(command.path)
+                self._check_folder(command)
             case LoadFolder():
-                self._load_folder(command.path)
+                return self._load_folder(command)
             case CheckTensors():
                 return self._check_tensors(command)
             case ReceiveTensors():
@@ -122,42 +123,12 @@ class WeightUpdater:
 
     # from a folder
 
-    def _check_folder(self, path: str) -> None:
-        source, model_args = self._source(path), self._model.args
-        config = read_served_config(source, self._config)
-        args = replace(model_args, config=config, tensor_metadata=tuple(self._metadata(source)), checkpoint=None)
-        kind = type(self._model)
-        if config.model_type != self._model.config.model_type:
-            raise ModelFilesError(
-                f"{path} has a {config.model_type} model, but the server runs {self._model.config.model_type}; "
-                "start another server for it"
-            )
-        of_folder = kind.__new__(kind)
-        of_folder._init_args(args)
-        self._check_same_model(path, of_folder)
-        kind.unused_tensors(args)
-        for updated in self._parts_in(args.tensor_metadata):
-            if isinstance(updated, HeadPart):
-                updated.check_all(args.tensor_metadata)
-        self._warn_of_other_parts(tensor.name for tensor in args.tensor_metadata)
-
-    def _check_same_model(self, path: str, of_folder: TpPartBaseModel) -> None:
-        """Tensors of equal shapes may still be computed with in other ways, as with another base of the rotation."""
-        served = self._model
-        if len(served.layer_specs) != len(of_folder.layer_specs):
-            raise ModelFilesError(
-                f"{path}: config.json has {len(of_folder.layer_specs)} layers, the server's model "
-                f"{len(served.layer_specs)}"
-            )
-        differences = {"the model": _differences(served.spec, of_folder.spec)}
-        for number, (mine, theirs) in enumerate(zip(served.layer_specs, of_folder.layer_specs, strict=True)):
-            differences[f"layer {number}"] = _differences(mine, theirs)
-        for name, differing in differences.items():
-            if differing:
-                raise ModelFilesError(
-                    f"{path}: config.json differs for {name} in {', '.join(differing)}; only equal models can be "
-                    "loaded in place"
-                )
+    def _check_folder(self, command: CheckFolder) -> None:
+        path, selector = command.path, command.selector
+        for updated in self._parts.in_folder(path, selector):
+            updated.check_folder(path)
+        if selector is not WeightSelector.DRAFT:
+            self._warn_of_other_parts(tensor.name for tensor in tensor_metadata(resolve(path)))
 
     def _warn_of_other_parts(self, names: Iterable[str]) -> None:
         """An encoder computes them, in a process of its own."""
@@ -165,31 +136,14 @@ class WeightUpdater:
         if count and not self._rank:
             logger.warning("%d tensors of the vision tower are left out: images are encoded as before", count)
 
-    def _load_folder(self, path: str) -> None:
+    def _load_folder(self, command: LoadFolder) -> WorkerWeightsReply:
         self._cancel()
-        source = self._source(path)
-        for updated in self._parts_in(tensor_metadata(source)):
-            tensors = chain(open_checkpoint(source), self._modules(source))
-            updated.load_weights(tensor for tensor in tensors if updated.reads(tensor.name))
+        parts = self._parts.in_folder(command.path, command.selector)
+        for updated in parts:
+            updated.load_folder(command.path)
         self._wait_for_device()
-
-    def _parts_in(self, tensors: Iterable[CheckpointTensor]) -> list[UpdatedPart]:
-        """The model, and the layer for drafts if a folder has it. Many are written without."""
-        of_model, *heads = self._parts
-        names = [tensor.name for tensor in tensors if not of_model.reads(tensor.name)]
-        return [of_model, *(head for head in heads if any(map(head.reads, names)))]
-
-    def _source(self, path: str) -> ModelSource:
-        return stored_as(resolve(path), self._config.quantization, packed_by_default=False)
-
-    def _metadata(self, source: ModelSource) -> Iterator[CheckpointTensor]:
-        yield from tensor_metadata(source)
-        yield from self._modules(source)
-
-    def _modules(self, source: ModelSource) -> Iterator[CheckpointTensor]:
-        """The dense modules of a pooling model."""
-        pooling = self._model.args.pooling
-        return iter(()) if pooling is None else module_tensors(source.path, pooling.module_folders)
+        are_of_drafts = [updated.is_of_drafts for updated in parts]
+        return WorkerWeightsReply(has_model=not all(are_of_drafts), has_drafts=any(are_of_drafts))
 
     # from a trainer
 
@@ -198,30 +152,34 @@ class WeightUpdater:
         names = [tensor.name for tensor in command.tensors]
         if len(set(names)) < len(names):
             raise InvalidRequestError("names: one of them occurs twice")
-        announced, used = list(metadata(command.tensors)), set()
-        for updated in self._parts:
+        parts, announced, used = self._parts.of(command.selector), list(metadata(command.tensors)), set[str]()
+        for updated in parts:
             used |= updated.check_some(tensor for tensor in announced if updated.reads(tensor.name))
-        self._warn_of_other_parts(names)
-        missing = None if self._load is None else self._load.missing
-        return WorkerWeightsReply(used=len(used), has_repeated=not self._names.isdisjoint(names), missing=missing)
+        if command.selector is not WeightSelector.DRAFT:
+            self._warn_of_other_parts(names)
+        load = self._load
+        return WorkerWeightsReply(
+            used=len(used),
+            has_repeated=load is not None and load.has_any(names, parts),
+            missing=None if load is None else load.missing,
+        )
 
     def _receive(self, command: ReceiveTensors) -> None:
         group = self._group(command.group)
         device = self._model.device
-        parts = received(command.tensors, command.buffering, command.buffer_bytes, group.receive, device)
+        received_tensors = received(command.tensors, command.buffering, command.buffer_bytes, group.receive, device)
         if command.discards:
-            for _ in parts:
+            for _ in received_tensors:
                 pass
             return
         if command.restarts:
             self._cancel()
         if self._load is None:
-            self._load, self._names = PartLoads(self._parts, self._set_device), set()
-        load = self._load
+            self._load = PartLoads(self._set_device)
+        parts = self._parts.of(command.selector)
         try:
-            for tensors in parts:
-                load.add(tensors)
-                self._names.update(tensor.name for tensor in tensors)
+            for tensors in received_tensors:
+                self._load.add(tensors, parts)
         except BaseException:
             self._cancel()
             raise
@@ -238,7 +196,7 @@ class WeightUpdater:
         load, self._load = self._load, None
         load.finish()
         self._wait_for_device()
-        return WorkerWeightsReply(has_only_drafts=not load.has_model)
+        return WorkerWeightsReply(has_model=load.has_model, has_drafts=load.has_drafts)
 
     def _cancel(self) -> None:
         if self._load is not None:
@@ -248,9 +206,10 @@ class WeightUpdater:
     def _values(self, command: ReadTensor) -> list[float]:
         pieces = [
             piece
-            for layer in (self._model.pre_post_weight, *self._model.layer_weights)
+            for model, layers in self._layers()
+            for layer in layers
             for piece in layer.pieces()
-            if piece.name == self._model.own_name(command.name)
+            if piece.name == model.own_name(command.name)
         ]
         if not pieces:
             raise InvalidRequestError(f"the model has no weight {command.name[:100]!r}")
@@ -259,8 +218,11 @@ class WeightUpdater:
         flat = pieces[0].into.reshape(-1)[: command.limit].float().cpu()
         return [number if math.isfinite(number) else 0.0 for number in flat.tolist()]
 
-
-def _differences(mine: Any, theirs: Any) -> list[str]:
-    """Fields of two specs, without the whole config."""
-    names = [field.name for field in fields(mine) if field.name != "config"]
-    return [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+    def _layers(self) -> Iterator[tuple[TpPartBaseModel, Sequence[LayerWeight]]]:
+        """Of the model, and of what drafts."""
+        yield self._model, (self._model.pre_post_weight, *self._model.layer_weights)
+        if isinstance(self._head, LayerHead):
+            yield self._model, (self._head.weights,)
+        elif isinstance(self._head, DraftModelHead):
+            draft = self._head.draft
+            yield draft, (draft.pre_post_weight, *draft.layer_weights)

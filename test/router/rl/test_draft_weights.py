@@ -25,7 +25,7 @@ class DraftWorkers(Workers):
         of: dict[Any, WorkerWeightsReply] = {
             CheckTensors: WorkerWeightsReply(used=1),
             ReceiveTensors: WorkerWeightsReply(missing=0),
-            FinishLoad: WorkerWeightsReply(has_only_drafts=True),
+            FinishLoad: WorkerWeightsReply(has_drafts=True),
         }
         self.calls.append(type(request).__name__)
         reply.set_result(of[type(request)])
@@ -40,7 +40,7 @@ def test_the_weights_of_the_model_are_those_of_before(tmp_path: Path, problem: s
         router.send(prompt(0, 40))
         await router.until(lambda: router.has_finished(0))  # the router runs
         served = router.manager.weights.served
-        served.problem, salt = problem, served.salt
+        served.model_problem, salt = problem, served.salt
 
         reply = await ask(router, ReceiveWeights(1, "trainer", [DRAFT], version="2"))
 

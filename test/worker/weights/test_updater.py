@@ -26,6 +26,7 @@ from lightserve.messages.weights import (
     LoadFolder,
     ReceiveTensors,
     WeightBuffering,
+    WeightSelector,
     WeightTensor,
     WorkerWeightsReply,
 )
@@ -104,16 +105,25 @@ class Drafting(NamedTuple):
     @classmethod
     def of(cls, folder: Path, config: str | None = MTP) -> Drafting:
         llm = make_llm(folder, config, max_req_total_len=128)
-        options = WorkerConfig(model_dir=str(folder), device="cpu", data_type="float32")
+        options = WorkerConfig(model_dir=str(folder), device="cpu", data_type="float32", speculative_config=config)
         return cls(llm, WeightUpdater(options, llm.worker.model, CpuDevice(), 0, llm.worker._head))
 
-    def send(self, tensors: Sequence[CheckpointTensor], restarts: bool = False) -> WorkerWeightsReply:
-        announced = [WeightTensor(name, "float32", tuple(tensor.shape)) for name, tensor, _ in tensors]
+    def send(
+        self,
+        tensors: Sequence[CheckpointTensor],
+        restarts: bool = False,
+        selector: WeightSelector = WeightSelector.ALL,
+    ) -> WorkerWeightsReply:
+        announced = [
+            WeightTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor, _ in tensors
+        ]
         self.updater._groups["trainer"] = Sender(tensors)
-        checked = self.updater.handle(CheckTensors("trainer", announced))
+        checked = self.updater.handle(CheckTensors("trainer", announced, selector))
         if checked.error:
             return checked
-        return self.updater.handle(ReceiveTensors("trainer", announced, WeightBuffering.EACH, 0, restarts))
+        receive = ReceiveTensors("trainer", announced, WeightBuffering.EACH, 0, restarts, selector=selector)
+        return self.updater.handle(receive)
 
     def head_tensors(self) -> dict[str, Tensor]:
         head: Any = self.llm.worker._head
@@ -148,7 +158,7 @@ def test_the_layer_for_drafts_is_left_out_where_nothing_drafts_with_it(folders: 
     of_model, of_drafts = tensors_of(second)
 
     assert plain.send([*of_drafts, *of_model]) == WorkerWeightsReply(missing=0)
-    assert plain.updater.handle(FinishLoad()) == WorkerWeightsReply()
+    assert plain.updater.handle(FinishLoad()) == WorkerWeightsReply(has_model=True)
 
 
 def test_a_trainer_replaces_the_layer_for_drafts_with_the_model_or_after_it(folders: tuple[Path, Path]) -> None:
@@ -158,11 +168,11 @@ def test_a_trainer_replaces_the_layer_for_drafts_with_the_model_or_after_it(fold
     before = drafting.head_tensors()
 
     assert drafting.send(of_model).missing == 0
-    assert drafting.updater.handle(FinishLoad()) == WorkerWeightsReply()
+    assert drafting.updater.handle(FinishLoad()) == WorkerWeightsReply(has_model=True)
     assert all(torch.equal(before[name], tensor) for name, tensor in drafting.head_tensors().items())
     assert (drafting.send(of_drafts[:5], restarts=True).missing or 0) > 0
     assert drafting.send(of_drafts[5:]).missing == 0
-    assert drafting.updater.handle(FinishLoad()) == WorkerWeightsReply(has_only_drafts=True)
+    assert drafting.updater.handle(FinishLoad()) == WorkerWeightsReply(has_drafts=True)
 
     expected = fresh.head_tensors()
     assert all(torch.equal(expected[name], tensor) for name, tensor in drafting.head_tensors().items())
@@ -179,7 +189,7 @@ def test_a_folder_may_have_the_layer_for_drafts(folders: tuple[Path, Path], tmp_
     def load(folder: Path) -> None:
         for command in (CheckFolder(str(folder)), LoadFolder(str(folder))):
             reply = drafting.updater.handle(command)
-            assert reply == WorkerWeightsReply(), reply
+            assert not reply.error, reply
 
     load(second)
     expected = fresh.head_tensors()

@@ -95,7 +95,7 @@ def check_part(layers: Iterable[LayerWeight], tensor_metadata: Iterable[Checkpoi
         for _, piece in wanted[name]:
             _check(piece, tensor, file)
     if unknown:
-        raise CheckpointError(f"the model has no place for {_listed(unknown)}; send the names that its checkpoint has")
+        raise CheckpointError(f"there is no place for {_listed(unknown)}; send the names that the checkpoint has")
     return used
 
 

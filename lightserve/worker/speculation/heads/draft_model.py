@@ -55,7 +55,7 @@ class DraftModelHead(AutoregressiveHead):
     def __init__(self, model: TpPartBaseModel, files: ModelSource, has_weights: bool) -> None:
         """Loads it."""
         super().__init__(model)
-        config = _draft_config(files, model.req_manager.max_len)
+        config = read_draft_config(files, model.req_manager.max_len)
         args = ModelArgs(
             config=config,
             dtype=model.args.dtype,
@@ -114,7 +114,7 @@ class DraftModelHead(AutoregressiveHead):
         return self.draft.gather_logits(self.draft.logits_of(normed))
 
 
-def _draft_config(files: ModelSource, max_len: int) -> ModelConfig:
+def read_draft_config(files: ModelSource, max_len: int) -> ModelConfig:
     config = read_served_config(files, WorkerConfig(model_impl="lightserve"))
     if max_len > config.longest_position:
         problem = f"it takes {config.longest_position:,} tokens, and a request may have {max_len:,}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,8 +21,11 @@ from lightserve.common.basemodel import (
     TpPartBaseModel,
     TransformerLayerInfer,
     TransformerLayerWeight,
+    VocabWeight,
+    Weight,
 )
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
+from lightserve.common.basemodel.layer_weights.weight import WeightGroup
 from lightserve.common.basemodel.rotary import rotary_tables
 
 
@@ -41,6 +44,23 @@ class HeadWeight(LayerWeight):
     """The weights of the head and of its layers."""
 
     norm: NormWeight  # of what the layers compute, before logits
+    embedding: VocabWeight  # absent: that of the model is read
+
+    def without_embedding(self) -> LayerWeight:
+        return SomeWeights([member for member in self._members() if member is not self.embedding])
+
+    def only_embedding(self) -> LayerWeight:
+        return SomeWeights([self.embedding])
+
+
+class SomeWeights(LayerWeight):
+    """Some of the weights of a layer, to be loaded alone."""
+
+    def __init__(self, members: Sequence[Weight | WeightGroup]) -> None:
+        self._some = members
+
+    def _members(self) -> Sequence[Weight | WeightGroup]:
+        return self._some
 
 
 class OneLayerWeight(HeadWeight):
@@ -131,6 +151,7 @@ class LayerHead(DraftHead):
     """Layers that were trained to read the hidden states of the model."""
 
     weights: HeadWeight
+    needs_embedding = False  # it has a copy of the model's: the last stage of a pipeline has none
 
     @property
     @abstractmethod
@@ -142,7 +163,28 @@ class LayerHead(DraftHead):
 
     @abstractmethod
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        """The tensors of the head, among others that it does not read."""
+        """The tensors of the head, among others that it does not read. Without the copy of the model's embedding."""
+
+    @abstractmethod
+    def reads(self, name: str) -> bool:
+        """Whether ``checkpoint`` returns a tensor of this name."""
+
+    def check_values(self) -> None:
+        """Raises a CheckpointError for weights that cannot be computed with."""
+
+    @property
+    @abstractmethod
+    def embedding_name(self) -> str:
+        """Of the embedding, as ``weights`` declare it."""
+
+    def embedding_of(self, tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+        """What the copy of the model's embedding is loaded from. ``tensors``: of the model."""
+        name = self.embedding_name
+        return (tensor._replace(name=name) for tensor in tensors if self.is_embedding_of_model(tensor.name))
+
+    def is_embedding_of_model(self, name: str) -> bool:
+        model = self.model
+        return model.own_name(name) == f"{model.spec.names.embedding}.weight"
 
     def normed(self, output: Tensor) -> Tensor:
         return self.weights.norm.norm(output)
@@ -171,6 +213,11 @@ class LayerHead(DraftHead):
             state.rotary_angles[key] = ops.RotaryAngles(cos.index_select(0, positions), sin.index_select(0, positions))
         state.use_pool_of(self.specs[0].layer_num)
         return state
+
+
+def lacks_embedding(model: TpPartBaseModel) -> bool:
+    """The last stage of a pipeline does."""
+    return not hasattr(model.pre_post_weight, "embedding")
 
 
 def with_images(embedded: Tensor, step: ModelInput) -> Tensor:

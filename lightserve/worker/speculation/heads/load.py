@@ -24,7 +24,7 @@ from lightserve.worker.speculation.heads.eagle3 import Eagle3Head
 from lightserve.worker.speculation.heads.head import DraftHead, LayerHead
 from lightserve.worker.speculation.heads.mtp import MtpHead
 from lightserve.worker.speculation.heads.proposer import num_extra_slots
-from lightserve.worker.speculation.heads.vocabulary import VocabHead
+from lightserve.worker.speculation.heads.vocabulary import VocabHead, plain_name
 
 
 def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBaseModel) -> DraftHead | None:
@@ -61,6 +61,7 @@ def _load(speculation: SpeculativeConfig, source: ModelSource, model: TpPartBase
     head.weights = head.new_weights(model.device)
     if has_weights:
         load_weights([head.weights], _tensors(head, files, source, open_checkpoint), model.config.num_layers + 1)
+        head.check_values()
     else:
         fill_dummy([head.weights])
         head.finish_dummy()
@@ -86,10 +87,15 @@ def _make(
         check_mtp(model.config)
         return MtpHead(model), source
     files = resolve(speculation.model, needs_weights=has_weights)
-    names = {_plain(tensor.name) for tensor in tensor_metadata(files)} if has_weights else {"lm_head.weight"}
-    if speculation.method == "dflash":
-        return DFlashHead(model, DFlashConfig.read(files.path, model.config), names), files
-    return Eagle3Head(model, Eagle3Config.read(files.path, model.config), names), files
+    return make_head(speculation.method, model, files, has_weights), files
+
+
+def make_head(method: str, model: TpPartBaseModel, files: ModelSource, has_weights: bool = True) -> VocabHead:
+    """A head with files of its own, without weights. Raises an OptionError for one of another model."""
+    names = {plain_name(tensor.name) for tensor in tensor_metadata(files)} if has_weights else {"lm_head.weight"}
+    if method == "dflash":
+        return DFlashHead(model, DFlashConfig.read(files.path, model.config), names)
+    return Eagle3Head(model, Eagle3Config.read(files.path, model.config), names)
 
 
 def _aux_layers(speculation: SpeculativeConfig, model: TpPartBaseModel) -> tuple[int, ...]:
@@ -101,10 +107,6 @@ def _aux_layers(speculation: SpeculativeConfig, model: TpPartBaseModel) -> tuple
     return config.read(path, model.config).aux_layers
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("model.")
-
-
 def _tensors(
     head: LayerHead,
     files: ModelSource,
@@ -113,7 +115,7 @@ def _tensors(
 ) -> Iterator[CheckpointTensor]:
     """Those of the head, and of the model what its last stage lacks."""
     yield from head.checkpoint(read(files))
-    if isinstance(head, VocabHead) and head.needs_embedding:
+    if head.needs_embedding:
         yield from head.embedding_of(read(source))
 
 

@@ -33,6 +33,7 @@ from lightserve.worker.speculation.heads.head import (
     OneLayerWeight,
     SampledAt,
     SampleLocal,
+    lacks_embedding,
     with_images,
 )
 
@@ -49,7 +50,7 @@ class MtpWeight(OneLayerWeight):
         self.projection = ReplicatedWeight([Block(names.projection, hidden)], 2 * hidden, plain)
         self.layer = model.transformer_weight_class(spec, context)
         self.norm = norm_weight(spec.norm, names.norm, *size)
-        if not hasattr(model.pre_post_weight, "embedding"):  # the last stage of a pipeline
+        if lacks_embedding(model):
             config = model.config
             self.embedding = VocabWeight(model.spec.names.embedding, config.vocab_size, config.hidden_size, context)
 
@@ -61,6 +62,11 @@ class MtpHead(OneLayerHead):
         super().__init__(model)
         self.spec = model.mtp_layer_spec(mtp_format(model.config).layer)
         self.layer = model.transformer_layer_infer_class(self.spec, model.tp)
+        self.needs_embedding = lacks_embedding(model)
+
+    @property
+    def embedding_name(self) -> str:
+        return f"{self.model.spec.names.embedding}.weight"
 
     def new_weights(self, device: torch.device) -> MtpWeight:
         weights = MtpWeight(self.model, self.spec, self.model.weight_context(device))
@@ -84,13 +90,9 @@ class MtpHead(OneLayerHead):
         return self.model.adapt_checkpoint(tensor for tensor in tensors if self.reads(tensor.name))
 
     def reads(self, name: str) -> bool:
-        """Whether ``checkpoint`` returns a tensor of this name."""
         prefix, layer = mtp_format(self.model.config).prefix, self.spec.prefix
-        if not name.startswith(prefix):
-            embedding = f"{self.model.spec.names.embedding}.weight"
-            return not hasattr(self.model.pre_post_weight, "embedding") and self.model.own_name(name) == embedding
         is_of_other_layer = name.startswith(f"{layer.rpartition('.')[0]}.") and not name.startswith(f"{layer}.")
-        return not is_of_other_layer and not name.endswith(OF_MODEL)
+        return name.startswith(prefix) and not is_of_other_layer and not name.endswith(OF_MODEL)
 
     def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
         return final

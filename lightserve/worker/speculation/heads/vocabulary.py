@@ -6,7 +6,7 @@ Their vocabulary is their own or the model's, or a part of that which the head m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,21 @@ from lightserve.common.basemodel import (
     WeightContext,
 )
 from lightserve.common.basemodel.kv_scales import KvScales
+from lightserve.common.checkpoint.reader import open_checkpoint
 from lightserve.common.kv.layout import kv_storage
+from lightserve.errors import CheckpointError
 from lightserve.model_files.config.model_config import ModelConfig
+from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
-from lightserve.worker.speculation.heads.head import HeadWeight, LayerHead, SampledAt, SampleLocal
+from lightserve.worker.speculation.heads.head import (
+    HeadWeight,
+    LayerHead,
+    SampledAt,
+    SampleLocal,
+    lacks_embedding,
+)
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, TOKEN_MAP = "embed_tokens.weight", "d2t"
 
 
 class HeadVocab(NamedTuple):
@@ -51,7 +60,15 @@ class TokenMapWeight(Weight):
         yield Piece(self._name, (len(self.offsets),), self.offsets, dtypes=integers)
 
     def token_ids(self) -> Tensor:
-        return torch.arange(len(self.offsets), device=self.offsets.device) + self.offsets
+        return token_ids_of(self.offsets)
+
+
+def token_ids_of(offsets: Tensor) -> Tensor:
+    return torch.arange(len(offsets), device=offsets.device) + offsets
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("model.")
 
 
 class VocabHeadWeight(HeadWeight):
@@ -60,7 +77,7 @@ class VocabHeadWeight(HeadWeight):
     def _init_vocab(self, vocab: HeadVocab, names: set[str], context: WeightContext) -> None:
         """``names``: the tensors of the head's checkpoint."""
         is_mapped = vocab.drafted_size != vocab.size
-        self.token_map = TokenMapWeight("d2t", vocab.drafted_size, context) if is_mapped else None
+        self.token_map = TokenMapWeight(TOKEN_MAP, vocab.drafted_size, context) if is_mapped else None
         is_other_size = vocab.hidden_size != vocab.target_hidden_size
         if is_mapped or is_other_size or "lm_head.weight" in names:
             self.lm_head = VocabWeight("lm_head", vocab.drafted_size, vocab.hidden_size, context)
@@ -69,21 +86,17 @@ class VocabHeadWeight(HeadWeight):
 
 
 class VocabHead(LayerHead):
+    config: Any  # a dataclass
     weights: VocabHeadWeight
-    needs_embedding = False  # of the model: neither the last stage of a pipeline nor the head's checkpoint has one
     # ends of names: of training, or d2t the other way round
     not_read: ClassVar[tuple[str, ...]] = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
+    embedding_name = EMBEDDING
+
     def _init_names(self, names: set[str]) -> None:
         """``names``: the tensors of the head's checkpoint."""
-        self.needs_embedding = EMBEDDING not in names and not hasattr(self.model.pre_post_weight, "embedding")
+        self.needs_embedding = EMBEDDING not in names and lacks_embedding(self.model)
         self._names = names | {EMBEDDING} if self.needs_embedding else names
-
-    def embedding_of(self, tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-        """``tensors``: of the model."""
-        model = self.model
-        name = f"{model.spec.names.embedding}.weight"
-        yield from (tensor._replace(name=EMBEDDING) for tensor in tensors if model.own_name(tensor.name) == name)
 
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """One, since all layers are alike."""
@@ -93,11 +106,35 @@ class VocabHead(LayerHead):
         return (KvGroup(layers, heads, spec.head_dim, spec.head_dim, *storage),)
 
     def checkpoint(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        return (
-            tensor._replace(name=tensor.name.removeprefix("model."))
-            for tensor in tensors
-            if not tensor.name.endswith(self.not_read)
-        )
+        return (tensor._replace(name=plain_name(tensor.name)) for tensor in tensors if self.reads(tensor.name))
+
+    def reads(self, name: str) -> bool:
+        return not name.endswith(self.not_read)
+
+    @property
+    def own_tables(self) -> set[str]:
+        """The embedding and the head for logits, if they are not those of the model."""
+        tables = self._names & {EMBEDDING, "lm_head.weight"}
+        return tables - {EMBEDDING} if self.needs_embedding else tables
+
+    def check_values(self) -> None:
+        if self.weights.token_map is not None:
+            self._check_map(self.weights.token_map.offsets)
+
+    def check_map_of(self, source: ModelSource) -> None:
+        """As ``check_values`` would after a load of these files."""
+        for tensor in open_checkpoint(source):
+            if self.weights.token_map is not None and plain_name(tensor.name) == TOKEN_MAP:
+                self._check_map(tensor.tensor)
+
+    def _check_map(self, offsets: Tensor) -> None:
+        ids = token_ids_of(offsets)
+        vocab_size = self.model.config.vocab_size
+        if not bool(((ids >= 0) & (ids < vocab_size)).all()):
+            raise CheckpointError(
+                f"{TOKEN_MAP} of the draft head maps to the tokens {int(ids.min())} to {int(ids.max())}, and the model "
+                f"has {vocab_size}; use the head that was trained for this model"
+            )
 
     def model_states(self, hidden: HiddenStates, final: Tensor) -> Tensor:
         return torch.cat(hidden.aux, dim=-1)
