@@ -282,7 +282,6 @@ TABLE = (
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
     ),
     # images
-    _not_built(IMAGES, NNODES, "an encoder serves ranks on its own machine", _NO_IMAGES),
     _not_built(IMAGES, DRAFT_MODEL, "a draft model reads tokens, and sees no images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
     _not_built(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),

@@ -54,6 +54,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     epoch: int = 0  # of an engine: how many times its router was replaced before
     store_port: int | None = None  # on loopback: where ranks on several nodes find each other
     arena_fd: int | None = None  # memory for the embeddings of images; None: requests have none
+    arena_path: str | None = None  # of ranks on other nodes, in its place: the socket where they read them
     # A pipe that the first encoder closes when it has taken its memory on the device, where workers take what is left:
     # its end of the pipe, or theirs. None: nobody waits.
     encoder_fd: int | None = None

@@ -6,7 +6,7 @@ import msgspec
 
 from lightserve.messages.cluster import Heartbeat
 
-NODE_PROTOCOL = 1  # increase it when one of these messages changes
+NODE_PROTOCOL = 2  # increase it when one of these messages changes
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag=True):
@@ -40,6 +40,7 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     max_total_token_num: int | None = None  # None: as in the node's own flags
     max_windowed_token_num: int | None = None
     max_state_rows: int | None = None
+    has_images: bool = False  # requests may have some: the rank reads their embeddings from node 0
 
 
 class ConnectRank(msgspec.Struct, frozen=True, tag=True):
@@ -53,11 +54,15 @@ class ConnectStore(msgspec.Struct, frozen=True, tag=True):
     """Connect to the store of node 0, where the ranks find each other."""
 
 
+class ConnectArena(msgspec.Struct, frozen=True, tag=True):
+    """Connect to the embeddings of images on node 0: see ipc/arena.py."""
+
+
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
     """A new stream of bytes in both directions."""
 
     stream: int  # even if node 0 opens it, else odd
-    target: StartRank | ConnectRank | ConnectStore
+    target: StartRank | ConnectRank | ConnectStore | ConnectArena
 
 
 class StreamData(msgspec.Struct, frozen=True, tag=True):

@@ -86,9 +86,13 @@ class EngineProcesses:
         """Before the workers: memory with the embeddings of images, which somebody else encodes."""
         self._arena_fd = fd
 
+    def open_arena(self) -> int:
+        """The same, for the encoders of this engine."""
+        self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
+        return self._arena_fd
+
     async def start_first_encoders(self) -> None:
         """Before the workers: on a GPU they wait until these have their memory, and take what is left."""
-        self._arena_fd = open_arena(self._config.worker.embed_cache_gb)
         self._encoder_generations = [0] * self._config.worker.visual_dp
         end_of_encoders = None
         if has_own_memory(self._config.worker.device):
@@ -142,7 +146,8 @@ class EngineProcesses:
         self.workers.append(await self._group.start_child(role, module, child_config, worker_env(config)))
 
     async def _start_remote(self, config: ServerConfig, rank: int, store: socket.socket) -> None:
-        start = StartRank(rank, self.generation, store.getsockname()[1])
+        has_images = self._arena_fd is not None
+        start = StartRank(rank, self.generation, store.getsockname()[1], has_images=has_images)
         if self.engine is not None:  # a replacement
             start = msgspec.structs.replace(
                 start,

@@ -25,7 +25,7 @@ from lightserve.ipc.process import ChildConfig
 from lightserve.links.gateway_link import LinkLostError
 from lightserve.links.keys import read_node_key
 from lightserve.messages.control import RankExited
-from lightserve.messages.nodes import NODE_PROTOCOL, ConnectRank, ConnectStore, NodeHello, StartRank
+from lightserve.messages.nodes import NODE_PROTOCOL, ConnectArena, ConnectRank, ConnectStore, NodeHello, StartRank
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import EXIT_GRACE_S, json_line, kill_group, spawn
 from lightserve.server.engine_processes import worker_env
@@ -35,6 +35,7 @@ from lightserve.server.shutdown import ENDED, stop_signals
 from lightserve.server.supervisor import REAP_TIMEOUT_S
 
 RETRY_S = 0.5
+ARENA_SOCKET = "arena"  # where ranks connect to the embeddings of images, which are on node 0
 
 
 class RankEndpoint:
@@ -98,7 +99,8 @@ class NodeHost:
             while True:
                 await self._connect(hello)
                 with run_directory() as self._run_dir:
-                    await self._serve()
+                    async with await asyncio.start_unix_server(self._relay_arena, f"{self._run_dir}/{ARENA_SOCKET}"):
+                        await self._serve()
 
     async def _serve(self) -> None:
         """Until node 0 is lost."""
@@ -160,8 +162,8 @@ class NodeHost:
                 return lambda: self._start(target)
             case ConnectRank():
                 return lambda: self._connect_rank(target)
-            case ConnectStore():
-                raise MessageError("the store is on node 0")
+            case ConnectStore() | ConnectArena():
+                raise MessageError("the store and the arena are on node 0")
 
     async def _start(self, start: StartRank) -> Endpoint:
         config = self._config
@@ -179,6 +181,7 @@ class NodeHost:
             index=start.rank,
             generation=start.generation,
             store_port=self._store_port,
+            arena_path=f"{self._run_dir}/{ARENA_SOCKET}" if start.has_images else None,
         )
         print_line(f"starting model worker {start.rank}")
         process, reader, writer = await spawn(self._module, child_config, self._env)
@@ -193,10 +196,16 @@ class NodeHost:
 
     async def _relay_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A rank connects to the store, which is on node 0."""
+        self._relay(ConnectStore(), reader, writer)
+
+    async def _relay_arena(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._relay(ConnectArena(), reader, writer)
+
+    def _relay(self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._link is None:
             writer.close()
         else:
-            self._link.streams.open(ConnectStore(), SocketEndpoint(reader, writer))
+            self._link.streams.open(target, SocketEndpoint(reader, writer))
 
 
 async def run_node(config: ServerConfig, modules: Modules) -> int:

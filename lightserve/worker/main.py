@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compilers_for
+from lightserve.ipc.arena import ArenaReader
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.messages.control import StartupPhase, StartupProgress
@@ -57,6 +58,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
                 worker.add_kv_transfer(_transfer_args(child_config, parallel))
         if child_config.arena_fd is not None:
             worker.enable_images(mmap(child_config.arena_fd, os.fstat(child_config.arena_fd).st_size))
+        elif child_config.arena_path is not None:
+            worker.enable_images(ArenaReader(child_config.arena_path))
         link = worker.model.hidden_state_link
         profiler = _profiler(child_config, platform, worker.launch, lambda: link.received_s)
         with _phase(launcher, "warm up"):

@@ -17,6 +17,7 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError
+from lightserve.ipc.arena import ArenaReader
 from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
 from lightserve.messages.int_arrays import int64s
 from lightserve.messages.media import Sight
@@ -27,6 +28,7 @@ from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
+from lightserve.worker.batch.arena import arena_of
 from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
@@ -142,8 +144,9 @@ class ModelWorker:
         if self.pooling is None:
             self.kv_memory = KvPoolMemory(self.model.mem_manager, self._runner, self._platform, self._device)
 
-    def enable_images(self, arena: mmap) -> None:
-        """Requests may have images. ``arena``: memory of this server, where the encoder writes their embeddings."""
+    def enable_images(self, memory: mmap | ArenaReader) -> None:
+        """Requests may have images. ``memory``: where the encoder writes their embeddings."""
+        arena = arena_of(self.model, memory)
         self._batch.images = BatchImages.of_model(self.model, arena, bool(self._head and self._head.reads_embeddings))
         self._runner.capture_images()
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 from lightserve.links.keys import generate
 from test.api.image_chats import ask, expected, user
+from test.api.nodes import nodes_in
 from test.api.server import ServerProcess, running_server, start_server
 from test.api.test_disaggregation import end
 from test.api.test_dp import BACK_S
@@ -103,6 +104,30 @@ def test_choices_beside_other_features_are_those_of_transformers(
 
     assert status == 200, response
     assert {choice["message"]["content"] for choice in response["choices"]} == {expected(vision_model[1], oracle, 8)}
+
+
+@pytest.mark.long
+@pytest.mark.tp
+@pytest.mark.parametrize(
+    "ranks", [("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--ep", "2", "--enable_dp_attention")], ids=" ".join
+)
+def test_ranks_on_another_node_read_embeddings_from_node_0_also_when_one_has_died(
+    tmp_path: Path, ranks: Sequence[str]
+) -> None:
+    folder, model = save_vision_model(tmp_path / "model", "qwen3_vl_moe")  # its second stage reads embeddings too
+    wanted = oracle_texts(model, range(NUM_CHATS))
+
+    with nodes_in(tmp_path, 2, *flags_of(folder), "--max_total_token_num", "2000", *ranks) as nodes:
+        other, first = nodes.start(1), nodes.start(0)
+        nodes.wait_ready(first)
+        assert texts_of(first, range(NUM_CHATS)) == wanted, nodes.logs()
+        with ThreadPoolExecutor(1) as threads:
+            broken = threads.submit(texts_of, first, range(NUM_CHATS), cache_salt="other")
+            wait_until(lambda: first.metrics()["num_requests_running"] > 0 or broken.done())
+            kill_worker(other, "ls-worker-1")
+            assert broken.result() == wanted, nodes.logs()
+        first.wait_for_log("model worker 1 on node 1 died (signal 9); restarting the workers")
+        assert texts_of(first, range(NUM_CHATS), cache_salt="third") == wanted, nodes.logs()
 
 
 @pytest.mark.long

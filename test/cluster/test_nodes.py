@@ -188,7 +188,7 @@ def test_a_stream_number_that_the_other_side_must_not_use_is_refused(number: int
 class Link:
     """A real node 0, and nodes with what they want to be."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, arena_fd: int | None) -> None:
         self.folder = folder
         generate(folder / "keys")
         self.secret = read_node_key(str(folder / "keys"))
@@ -197,7 +197,7 @@ class Link:
         self.allowed = AllowedKeys(frozenset([z85.decode(zmq.curve_public(self.secret))]), log, "node.secret")
         place = ("--nnodes=2", "--master_addr=127.0.0.1", f"--cluster_keys={folder / 'keys'}", "--node_timeout=1")
         config = parse_server(("--tp=2", *place))
-        self.child_config = ChildConfig(config, str(folder))
+        self.child_config = ChildConfig(config, str(folder), arena_fd=arena_fd)
         self.launcher = socket.socket(socket.AF_UNIX)
         self.launcher.bind(str(folder / "nodes"))
         self.launcher.listen()
@@ -224,9 +224,9 @@ class Link:
         self.allowed.close()
 
 
-def check(folder: Path, scenario: Callable[[Link], Awaitable[None]]) -> None:
+def check(folder: Path, scenario: Callable[[Link], Awaitable[None]], arena_fd: int | None = None) -> None:
     async def run_scenario() -> None:
-        link = Link(folder)
+        link = Link(folder, arena_fd)
         tasks = [asyncio.create_task(work) for work in (link.allowed.run(), link.first.run())]
         try:
             await scenario(link)
@@ -242,7 +242,7 @@ def check(folder: Path, scenario: Callable[[Link], Awaitable[None]]) -> None:
 @pytest.mark.parametrize(
     ("hello", "found"),
     [
-        (NodeHello(99, 1), "node 1 speaks protocol 99, node 0 1; install the same version"),
+        (NodeHello(99, 1), "node 1 speaks protocol 99, node 0 2; install the same version"),
         (NodeHello(NODE_PROTOCOL, 2, PROPERTIES), "there are nodes 1 to 1"),
         (NodeHello(NODE_PROTOCOL, 0, PROPERTIES), "and no node 0"),
         (NodeHello(NODE_PROTOCOL, 1, PROPERTIES | {"LightServe": "2"}), "LightServe is 2 there, and 1 on node 0"),
@@ -296,7 +296,7 @@ def test_a_second_process_for_a_node_is_refused_until_the_first_one_is_gone(tmp_
 
 
 @pytest.mark.parametrize("target", [StartRank(1, 0, 1), ConnectRank(1, 0)])
-def test_a_node_may_open_streams_to_the_store_only(tmp_path: Path, target: Target) -> None:
+def test_a_node_may_open_streams_to_the_store_and_the_arena_only(tmp_path: Path, target: Target) -> None:
     async def scenario(link: Link) -> None:
         node = link.node()
         await node.open(HELLO)

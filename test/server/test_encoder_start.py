@@ -42,6 +42,7 @@ class Started:
 def start(folder: str, started: Started) -> EngineProcesses:
     config = parse_server(["--model_dir", folder, "--tp", "2", "--embed_cache_gb", "0.01"])
     engine = EngineProcesses(started, config, "/nowhere")  # type: ignore[arg-type]
+    engine.open_arena()
     asyncio.run(engine.start_first_encoders())
     asyncio.run(engine.start_workers())
     return engine

@@ -14,9 +14,11 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from mmap import ACCESS_READ, mmap
 
 import msgspec
 
+from lightserve.cluster.nodes.arena import ArenaEndpoint
 from lightserve.cluster.nodes.properties import difference
 from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams
 from lightserve.config import ServerConfig
@@ -28,6 +30,7 @@ from lightserve.messages.cluster import Heartbeat
 from lightserve.messages.control import ChildFailed, RankExited
 from lightserve.messages.nodes import (
     NODE_PROTOCOL,
+    ConnectArena,
     ConnectRank,
     ConnectStore,
     NodeAccepted,
@@ -74,6 +77,8 @@ class FirstNode:
         self._by_peer: dict[bytes, Session] = {}
         self._has_joined = asyncio.Condition()
         self._store_port = 0
+        arena_fd = child_config.arena_fd
+        self._arena = None if arena_fd is None else mmap(arena_fd, os.fstat(arena_fd).st_size, access=ACCESS_READ)
         self._log = RateLimitedLog(logger)
         self._tasks: asyncio.TaskGroup
 
@@ -109,9 +114,10 @@ class FirstNode:
             return
         session.silent_ticks = 0
         if isinstance(message, OpenStream):
-            if not isinstance(message.target, ConnectStore):
+            if not isinstance(message.target, ConnectStore | ConnectArena):
                 raise MessageError(f"a node opened a stream for {type(message.target).__name__}")
-            session.streams.accept(message.stream, self._connect_store)
+            is_store = isinstance(message.target, ConnectStore)
+            session.streams.accept(message.stream, self._connect_store if is_store else self._connect_arena)
         elif not isinstance(message, Heartbeat):
             session.streams.handle(message)
 
@@ -164,6 +170,11 @@ class FirstNode:
 
     async def _connect_store(self) -> Endpoint:
         return SocketEndpoint(*await asyncio.open_connection("127.0.0.1", self._store_port))
+
+    async def _connect_arena(self) -> Endpoint:
+        if self._arena is None:
+            raise ConnectionRefusedError("requests have no images")
+        return ArenaEndpoint(self._arena)
 
     # ranks
 

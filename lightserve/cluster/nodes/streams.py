@@ -11,6 +11,7 @@ from typing import Protocol
 
 from lightserve.ipc.channel import MessageError
 from lightserve.messages.nodes import (
+    ConnectArena,
     ConnectRank,
     ConnectStore,
     OpenStream,
@@ -24,7 +25,7 @@ READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 64 << 20  # of one stream: a step of a prompt of a million tokens takes 4 MB
 MAX_STREAMS = 4096  # of one link; a rank has fewer than ten
 
-Target = StartRank | ConnectRank | ConnectStore
+Target = StartRank | ConnectRank | ConnectStore | ConnectArena
 
 
 class Endpoint(Protocol):

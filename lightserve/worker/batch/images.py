@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,8 @@ from lightserve.common.basemodel import StepImages, TpPartBaseModel
 from lightserve.common.device import host_memory, to_device
 from lightserve.messages.int_arrays import NO_INT32, Int32Array, Int64Array, int32s
 from lightserve.messages.media import ImageRows, Sight
-from lightserve.model_files.config.images import sight_of, vectors_per_token
+from lightserve.model_files.config.images import sight_of
+from lightserve.worker.batch.arena import Arena
 from lightserve.worker.batch.step_input import AFTER_IMAGES, IMAGE_AXES, NO_VECTOR, ImageColumns
 
 NOT_ENCODED = -1  # in place of a row of the arena
@@ -111,9 +111,9 @@ def req_images(images: Sequence[ImageRows]) -> ReqImages:
 
 class BatchImages:
     def __init__(
-        self, arena: Tensor, max_reqs: int, device: torch.device, has_axes: bool, sight: Sight = Sight.NONE
+        self, arena: Arena, max_reqs: int, device: torch.device, has_axes: bool, sight: Sight = Sight.NONE
     ) -> None:
-        """``arena``: what the encoder computed of all images, ``[rows, vectors, hidden]``, in shared memory."""
+        """``arena``: what the encoder computed of all images."""
         self._arena = arena
         self._device = device
         self._max_reqs = max_reqs
@@ -123,19 +123,17 @@ class BatchImages:
         self._unfinished: set[int] = set()  # of these, rows whose images may not all be computed
         # by row, on the device: what to add to positions after the images; None: the model has one axis
         self.rotary_offsets = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device) if has_axes else None
-        self._captured_vectors = self._arena.new_empty(0)  # that captured steps read, on the device
+        self._reads_vectors = True  # False: those are of other pipeline stages
+        self._captured_vectors = torch.empty(0, dtype=arena.dtype)  # that captured steps read, on the device
 
     @classmethod
-    def of_model(cls, model: TpPartBaseModel, arena: mmap, has_head: bool = False) -> BatchImages:
+    def of_model(cls, model: TpPartBaseModel, arena: Arena, has_head: bool = False) -> BatchImages:
         """``has_head``: a draft head reads the embedding after each token."""
-        config = model.config
-        rows = torch.frombuffer(arena, dtype=model.args.dtype)
-        hidden, vectors = config.hidden_size, vectors_per_token(config.hf)
-        count = len(rows) // (vectors * hidden)
-        embeddings = rows[: count * vectors * hidden].view(count, vectors, hidden)
-        has_axes = model.rotary_axes is not None
-        images = cls(embeddings, model.req_manager.max_reqs, model.device, has_axes, sight_of(config.hf))
+        has_axes, max_reqs = model.rotary_axes is not None, model.req_manager.max_reqs
+        images = cls(arena, max_reqs, model.device, has_axes, sight_of(model.config.hf))
         images._has_head = has_head
+        num_added, *_ = arena.row_shape  # the embedding, and what the first layers add
+        images._reads_vectors = model.pp.is_first or has_head or model.layers_infer[0].layer_num + 1 < num_added
         return images
 
     def enter(self, row: int, images: Sequence[ImageRows], prompt_len: int) -> None:
@@ -198,7 +196,8 @@ class BatchImages:
     def make_room(self, max_tokens: int) -> None:
         """Steps of at most so many tokens will be captured."""
         room = max_tokens + self._max_reqs * self._has_head
-        self._captured_vectors = self._arena.new_zeros((room, *self._arena.shape[1:]), device=self._device)
+        shape = (room, *self._arena.row_shape)
+        self._captured_vectors = torch.zeros(shape, dtype=self._arena.dtype, device=self._device)
 
     def load(self, packed: PackedImages) -> None:
         """Copy the embeddings of the next step to where a captured one reads them."""
@@ -223,9 +222,12 @@ class BatchImages:
 
     def _vectors(self, packed: PackedImages) -> Tensor:
         """In host memory. At least one, which may mean nothing: a step may compute only text before images."""
-        arena_rows = packed.arena_rows if len(packed.arena_rows) else np.zeros(1, dtype=np.int32)
-        vectors = host_memory((len(arena_rows), *self._arena.shape[1:]), self._arena.dtype, self._device)
-        torch.index_select(self._arena, 0, torch.from_numpy(arena_rows.astype(np.int64)), out=vectors)
+        arena_rows = packed.arena_rows if self._reads_vectors else NO_INT32
+        vectors = host_memory((max(len(arena_rows), 1), *self._arena.row_shape), self._arena.dtype, self._device)
+        if len(arena_rows):
+            self._arena.read(arena_rows, vectors)
+        else:
+            vectors.zero_()
         return vectors
 
 

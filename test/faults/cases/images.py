@@ -9,12 +9,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lightserve.links.keys import generate
 from lightserve.media.fetch.fetcher import MAX_PER_HOST
 from test.api.server import ServerProcess
 from test.faults.cases.sounds import pids_of
 from test.faults.start_case import Start, StartCase
 from test.media.corpus import damaged_files, flipped_files, hostile_videos, unusual_files
 from test.media.fetch.image_host import answer, image_host_in_thread
+from test.ports import free_port
 from test.vision_model import picture, png, save_vision_model
 from test.waiting import wait_until
 
@@ -120,6 +122,30 @@ def kill_router(start: Start) -> None:
     assert server.stop() == 0
 
 
+def kill_rank_on_another_node(start: Start) -> None:
+    (start.base / "model").mkdir()
+    path, _ = save_vision_model(start.base / "model")
+    generate(start.base / "keys")
+    place = ("--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+    flags = ("--model_dir", path, *FLAGS, "--tp", "2", *place, "--cluster_keys", str(start.base / "keys"))
+    nodes = Start(start.base, (), start.exits)
+    other, first = nodes.launch(*flags, "--node_rank", "1"), nodes.launch(*flags)
+    start.wait_ready(first)
+    wait_until(first.is_healthy)
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        texts = [threads.submit(text_of, first, seed) for seed in range(REQUESTS)]
+        wait_until(lambda: any(text.done() for text in texts))
+        (rank,) = other.processes()["ls-worker-1"]
+        os.kill(rank.pid, signal.SIGKILL)
+        found = [text.result() for text in texts]
+    first.wait_for_log("model worker 1 on node 1 died (signal 9); restarting the workers")
+
+    assert [text_of(first, seed) for seed in range(REQUESTS)] == found
+    assert len(set(found)) > 1
+    assert first.stop() == 0
+    assert other.stop() == 0
+
+
 def send_damaged_files(start: Start) -> None:
     """Every one is refused, or read if only its metadata are unusual, and all processes live on."""
     server = launch(start)
@@ -170,6 +196,7 @@ START_CASES = [
         60.0,
     ),
     StartCase("kill -9 ls-encoder-1, images, --visual_dp 2", kill_one_of_two_encoders, WAIT, 60.0),
+    StartCase("kill -9 a rank on another node, images", kill_rank_on_another_node, "streams go on, same text", 120.0),
     StartCase("damaged image files", send_damaged_files, "400 each, and no process ends", 60.0),
     StartCase(
         "kill -9 ls-router, images, --dp 2",
