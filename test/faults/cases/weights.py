@@ -168,7 +168,14 @@ CASES = [
         restarts=1,
     ),
     Case("kill -9 ls-worker, weights of a folder", kill_after_folder, responds(200), flags=(), restarts=1),
-    Case("kill -9 ls-worker, weights of a trainer", kill_after_broadcast, responds(503), flags=(), restarts=1),
+    Case(
+        "kill -9 ls-worker, weights of a trainer",
+        kill_after_broadcast,
+        responds(503),
+        flags=(),
+        within_s=60.0,
+        restarts=1,
+    ),
     Case(
         "kill -9 ls-worker, draft head of a folder",
         kill_after_draft_folder,
@@ -177,7 +184,14 @@ CASES = [
         restarts=1,
         is_long=True,
     ),
-    Case("kill -9 ls-worker, draft head of a trainer", kill_after_draft_broadcast, responds(200), flags=(), restarts=1),
+    Case(
+        "kill -9 ls-worker, draft head of a trainer",
+        kill_after_draft_broadcast,
+        responds(200),
+        flags=(),
+        within_s=60.0,
+        restarts=1,
+    ),
     Case(
         "a draft head of a wrong shape",
         wrong_tensor(names=["fc.weight"], shapes=[[3, 3]], selector="draft"),
