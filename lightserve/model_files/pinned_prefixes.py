@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import OptionError
-from lightserve.model_files.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 
 MAX_NAME = 256  # characters
 Name = str | int
@@ -18,6 +18,8 @@ Name = str | int
 
 def read_pinned_prefixes(path: str) -> dict[str, str]:
     """The texts by their names. The file has an object ``{name: text}``, or RTP-LLM's list of task_id and prompt."""
+    import yaml  # here, because most servers have no such file
+
     try:
         raw = Path(path).read_text(encoding="utf-8")
         content = json.loads(raw) if path.endswith(".json") else yaml.safe_load(raw)

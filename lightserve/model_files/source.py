@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config.text_part import with_text_config
@@ -16,11 +16,13 @@ from lightserve.model_files.gguf.config import chat_templates_from_gguf, config_
 from lightserve.model_files.gguf.header import GgufHeader, read_gguf_header
 from lightserve.model_files.gguf.packing import quantization_table
 from lightserve.model_files.gguf.shards import is_later_shard, model_stem
-from lightserve.model_files.hub import HubModel, default_model as fetch, open_model, parse_hub_name
 from lightserve.model_files.pooling import PoolingConfig, read_pooling
 from lightserve.model_files.quantization.files import with_quantization_files
 from lightserve.model_files.template.built_in import built_in_templates
 from lightserve.model_files.tokenizer.eos_tokens import eos_tokens_of_folder, eos_tokens_of_gguf
+
+if TYPE_CHECKING:
+    from lightserve.model_files.hub import HubModel
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class GgufSource(ModelSource):
         return chat_templates_from_gguf(self.header)
 
     def generation_config(self) -> dict[str, Any]:
+        from lightserve.model_files.hub import default_model as fetch
+
         with _damaged_metadata(self.path):
             return {**fetch.shipped_generation_config(self.path), **generation_config_from_gguf(self.header)}
 
@@ -155,6 +159,8 @@ def pooling_of(
 
 def _find(model_dir: str | None, trusts_code: bool) -> ModelSource:
     if model_dir is None:
+        from lightserve.model_files.hub import default_model as fetch  # here: a folder needs no client of the hub
+
         return _gguf_source(fetch.default_model(), fetch.DEFAULT_MODEL.name)
     try:
         path = Path(model_dir).expanduser()
@@ -199,6 +205,8 @@ def _folder_source(folder: Path, name: str) -> ModelSource:
 
 
 def _hub_source(text: str, trusts_code: bool) -> ModelSource:
+    from lightserve.model_files.hub import open_model, parse_hub_name
+
     name = parse_hub_name(text)
     if name is None:
         raise ModelFilesError(f"{text}: no such folder or .gguf file; check the path in --model_dir")

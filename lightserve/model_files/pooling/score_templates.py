@@ -10,10 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import TemplateError
-
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.model_files.template.chat_template import ChatTemplate
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens
 
 MARKS = ("\ue000query\ue001", "\ue000document\ue001")  # no text has them: they are for private use
@@ -49,6 +46,8 @@ class PairPrompts:
     """The prompts of a template, by instruction. Its texts are not read by the template: they are put in afterwards."""
 
     def __init__(self, template: ScoreTemplate) -> None:
+        from lightserve.model_files.template.chat_template import ChatTemplate  # here, because few models need Jinja
+
         self.template = template
         self._jinja = ChatTemplate(template.text, SpecialTokens())
         self._cached = lru_cache(MAX_INSTRUCTIONS)(self._pieces)
@@ -76,6 +75,8 @@ def read_score_template(value: str) -> ScoreTemplate:
     """Of ``--score_template``: a name of TEMPLATES, a file, or the text itself, which is tried here."""
     if value in TEMPLATES:
         return TEMPLATES[value]
+    from jinja2 import TemplateError  # here, because few models need it
+
     template = ScoreTemplate(value if "{{" in value or "{%" in value else _read(value))
     try:
         PairPrompts(template).of(None)
