@@ -238,9 +238,6 @@ TABLE = (
     Conflict(NULL_WORKER, LORA, "it has no model that adapters could change", "leave out their flags"),
     Conflict(NULL_WORKER, MERGE_LORA, "it has no model that adapters could change", "leave out their flags"),
     # speculation
-    _not_built(
-        DRAFTED_STATES, PP, "only the last stage knows which drafts its states may see", "use --tp, or leave one out"
-    ),
     Conflict(SPECULATION, NULL_WORKER, "it computes no text that could repeat itself", "leave out one of the flags"),
     _not_built(DRAFT_HEAD, ATTENTION_DP, "a head drafts for one group of ranks", "use the method ngram"),
     _not_built(DRAFT_HEAD, TRANSFORMERS, "its modules do not show their hidden states", "use the method ngram"),

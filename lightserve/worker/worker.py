@@ -313,6 +313,7 @@ class ModelWorker:
         """Free all requests and forget the steps in flight. The device still finishes them before the next step."""
         self._collector = StepCollector()
         self._batch.clear()
+        self._drafts.reset()
 
     def launch(self, step: Step) -> GetResult:
         """Start a step without waiting for the one before. Always call it from the same thread.
@@ -331,13 +332,13 @@ class ModelWorker:
         group_tokens = tuple(group.num_tokens for group in step.groups)
         step = self._of_group(step)
         self._update_batch(step)
+        if not self.model.pp.is_last:
+            self._drafts.take_lengths(step)
         if not step.num_rows:
             self._runner.run_empty(group_tokens)
             return StepResult
         if self._drafts.needs_tokens(step):
             self._wait_for_tokens()
-        if not self.model.pp.is_last:
-            self._batch.take_lengths(step)
         packed = self._batch.pack(self._drafts.planned(step), self._runner.captured_shape)
         shape = packed.shape._replace(group_tokens=group_tokens)
         if not self.model.pp.is_last:

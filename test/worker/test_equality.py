@@ -66,6 +66,14 @@ def save_mtp_for_two_stages(folder: Path) -> tuple[str, str]:
     return save_mtp(folder)
 
 
+def save_mtp_of_recurrent_layers_for_two_stages(folder: Path) -> tuple[str, str]:
+    return save_mtp_of_recurrent_layers(folder)
+
+
+def save_recurrent_layers_for_two_stages(folder: Path) -> tuple[str, str]:
+    return save_mtp_of_recurrent_layers(folder)[0], CONFIG
+
+
 def save_smaller_model_for_two_stages(folder: Path) -> tuple[str, str]:
     return save_smaller_model(folder)
 
@@ -94,15 +102,25 @@ SAVERS: list[Callable[[Path], tuple[str, str]]] = [
     save_dflash,
     save_for_two_stages,
     save_mtp_for_two_stages,
+    save_mtp_of_recurrent_layers_for_two_stages,
+    save_recurrent_layers_for_two_stages,
     save_smaller_model_for_two_stages,
     save_eagle3_for_two_stages,
     save_dflash_for_two_stages,
 ]
 # only with --long
-SELDOM = (save_smaller_model_for_two_stages, save_eagle3_for_two_stages, save_dflash_for_two_stages)
+SELDOM = (
+    save_mtp_for_two_stages,
+    save_recurrent_layers_for_two_stages,
+    save_smaller_model_for_two_stages,
+    save_eagle3_for_two_stages,
+    save_dflash_for_two_stages,
+)
 TWO_STAGES = (
     save_for_two_stages,
     save_mtp_for_two_stages,
+    save_mtp_of_recurrent_layers_for_two_stages,
+    save_recurrent_layers_for_two_stages,
     save_smaller_model_for_two_stages,
     save_eagle3_for_two_stages,
     save_dflash_for_two_stages,

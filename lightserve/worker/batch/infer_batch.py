@@ -356,14 +356,6 @@ class InferBatch:
             group_slots = [spread(of_group, counts.slots, q_len) for of_group in group_slots]
         return StepRows(rows, q_len, slots, tuple(group_slots), int32s(step.token_ids), counts, state_rows)
 
-    def take_lengths(self, step: Step) -> None:
-        """Of requests whose drafts only the last stage of a pipeline has verified."""
-        if not len(step.ready_lens):
-            return
-        rows = np.array([self._row_of[req_id] for req_id in int64s(step.decode_ids).tolist()], dtype=np.int64)
-        accepted = int32s(step.ready_lens) - self.columns.cache_len[rows]
-        self.columns.accept(rows, accepted.astype(np.int32), self.columns.drafts_in_flight[rows])
-
     def reqs_of(self, req_ids: Int64Array) -> list[InferReq]:
         """Requests of the batch by their ids."""
         return list(map(self._reqs.__getitem__, req_ids.tolist()))

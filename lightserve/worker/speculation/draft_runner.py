@@ -20,7 +20,7 @@ from lightserve.common.basemodel import KvGroupInput, ModelInput, TpPartBaseMode
 from lightserve.common.device import to_device
 from lightserve.common.ops.step import COUNTED
 from lightserve.config.speculation import SpeculativeConfig
-from lightserve.messages.int_arrays import Int32Array, Int64Array, int32s, int64s
+from lightserve.messages.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array, int32s, int64s
 from lightserve.messages.step import Step
 from lightserve.worker.batch.drafted_req import DraftedReq
 from lightserve.worker.batch.images import PackedImages
@@ -47,6 +47,7 @@ from lightserve.worker.speculation.ngram import NgramProposer
 from lightserve.worker.speculation.predictions_first import PredictionsFirst
 from lightserve.worker.speculation.proposals import Proposals, drafts_of
 from lightserve.worker.speculation.proposer import NoProposer, Proposer
+from lightserve.worker.speculation.stage_states import DraftedStep, StageStates
 from lightserve.worker.speculation.state_replay import StateReplay
 from lightserve.worker.speculation.token_table import TokenTable
 from lightserve.worker.step_runner import HeadInput, StepOut, StepRunner
@@ -91,6 +92,9 @@ class DraftRunner:
         self._grammars = GrammarDrafts()  # of the step that is launched now
         self._captured_drafts: Tensor | None = None  # [tokens] int64, that captured steps read; None: none is captured
         self._head = None if head is None else head_proposer(head, batch, runner, self.num_drafts)
+        self._stage_states: StageStates | None = None
+        if config is not None and batch.states is not None and not model.pp.is_last:
+            self._stage_states = StageStates(batch.columns, model)
         if config is not None and model.pp.is_last:
             reqs = model.req_manager
             self._table = TokenTable(reqs.max_reqs, reqs.max_len, model.device, only_predictions=head is not None)
@@ -255,7 +259,29 @@ class DraftRunner:
         inputs = np.concatenate((packed.inputs, packed.drafts.packed(shape)))
         columns, tensors = self._split(to_device(inputs, self._model.device), packed, shape)
         step = self._runner.model_input(self._located(columns, tensors), shape, packed.images)
+        if step.states is not None and packed.drafts.num_drafting:
+            assert self._stage_states is not None
+            on_host = columns_of(packed.inputs, shape, has_states=True).states
+            assert on_host is not None
+            drafted = DraftedStep(packed.rows, packed.drafts, tensors)
+            step = replace(step, states=self._stage_states.record(step.states, on_host, drafted))
         self._model.send_to_next_stage(self._model.hidden_states(step))
+
+    @torch.inference_mode()
+    def take_lengths(self, step: Step) -> None:
+        """In a stage that is not the last one, before the step is packed: of requests whose drafts are verified."""
+        rows, accepted, columns = NO_INT64, NO_INT32, self._batch.columns
+        if len(step.ready_lens):
+            rows = np.array([req.row for req in self._batch.reqs_of(int64s(step.decode_ids))], dtype=np.int64)
+            accepted = (int32s(step.ready_lens) - columns.cache_len[rows]).astype(np.int32)
+            columns.accept(rows, accepted, columns.drafts_in_flight[rows])
+        if self._stage_states is not None:
+            self._stage_states.advance(rows, accepted)
+
+    def reset(self) -> None:
+        """The batch has lost all requests."""
+        if self._stage_states is not None:
+            self._stage_states.clear()
 
     def _split(self, inputs: Tensor, packed: PackedStep, shape: StepShape) -> tuple[StepColumns, DraftTensors]:
         """The input of a step that is not captured."""

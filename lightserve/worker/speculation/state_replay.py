@@ -15,6 +15,8 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.worker.speculation.draft_input import DraftTensors, VerifiedCounts
 
+NOT_VERIFIED = -1  # in place of the accepted drafts of a request
+
 
 class StateReplay:
     def __init__(self, batch: ops.StateBatch, tensors: DraftTensors, num_reqs: int, max_drafts: int) -> None:
@@ -30,18 +32,24 @@ class StateReplay:
     def advance(self, counts: VerifiedCounts) -> None:
         """Let the states see the accepted tokens of the step, once: it changes what it reads."""
         assert self.recording.recorded is not None
-        batch = self._accepted(counts)
-        for state_op in self.recording.recorded:
-            state_op(batch)
+        self.advance_some(counts.tokens[self._tensors.first_rows.long()].int() - 1)
         self.recording.recorded.clear()
 
-    def _accepted(self, counts: VerifiedCounts) -> ops.StateBatch:
+    def advance_some(self, b_accepted: Tensor) -> None:
+        """The same of some requests. ``b_accepted`` ``[requests]`` int32: drafts; NOT_VERIFIED of the others."""
+        assert self.recording.recorded is not None
+        batch = self._accepted(b_accepted)
+        for state_op in self.recording.recorded:
+            state_op(batch)
+
+    def _accepted(self, b_accepted: Tensor) -> ops.StateBatch:
         """Each request of the step becomes two: its accepted tokens, and those after them, which change no state."""
         num, batch, tensors = self._num_reqs, self._batch, self._tensors
-        computed = tensors.q_len - tensors.draft_counts + counts.tokens[tensors.first_rows.long()].int() - 1
+        is_known = self._is_drafting & (b_accepted != NOT_VERIFIED)
+        computed = tensors.q_len - tensors.draft_counts + b_accepted
         starts = batch.b1_start[:num]
-        ends = starts + torch.where(self._is_drafting, computed, 0)[:num]
-        write_row = torch.where(self._is_drafting, batch.b_write_row, ops.NO_ROW)[:num]
+        ends = starts + torch.where(is_known, computed, 0)[:num]
+        write_row = torch.where(is_known, batch.b_write_row, ops.NO_ROW)[:num]
         none = torch.full_like(write_row, ops.NO_ROW)
         return ops.StateBatch(
             torch.cat((_alternating(starts, ends), batch.b1_start[num : num + 1])),

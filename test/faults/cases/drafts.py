@@ -1,6 +1,7 @@
 """A rank that dies or hangs while steps compute drafts, and a full pool. The server has two ranks.
 
-All cases run with each drafter: without a model, with draft heads, and with a draft model.
+All cases run with each drafter: without a model, with draft heads, with a draft model, and in a pipeline whose first
+stage has recurrent layers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from benchmark.models import TINY, save_model
 from test.faults.case import Case
+from test.faults.cases import states
 from test.faults.cases.scheduling import PREEMPTED_THEN_COMPLETED, SMALL_POOL, fill_the_pool
 from test.faults.cases.stages import rank_case
 
@@ -48,8 +50,10 @@ def _draft_model(base: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(smaller)}
 
 
+IN_STAGES = "suffix, recurrent layers in stages"
 DRAFTERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "suffix": _suffix,
+    IN_STAGES: _suffix,
     "eagle3": _eagle3,
     "dflash": _dflash,
     "draft_model": _draft_model,
@@ -58,10 +62,14 @@ DRAFTERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 def worker_flags(base: Path, drafter: str) -> tuple[str, ...]:
     """Write a model below ``base``, and what drafts for it; returns the flags of a server with both."""
-    save_model(base, None, TINY)
+    model = (*states.worker_flags(base), "--pp", "2") if drafter == IN_STAGES else _two_ranks(base)
     config = DRAFTERS[drafter](base) | {"num_speculative_tokens": 3}
-    model = ("--model_dir", str(base), "--load_format", "dummy", "--deterministic", "--device", "cpu")
-    return (*model, "--tp", "2", "--speculative_config", json.dumps(config))
+    return (*model, "--speculative_config", json.dumps(config))
+
+
+def _two_ranks(base: Path) -> tuple[str, ...]:
+    save_model(base, None, TINY)
+    return ("--model_dir", str(base), "--load_format", "dummy", "--deterministic", "--device", "cpu", "--tp", "2")
 
 
 CASES = [
