@@ -23,6 +23,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from test.torchvision_free import load_processor
+
 VOCAB_SIZE = 131
 START, PAD, END = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
 HIDDEN = 48
@@ -124,9 +126,14 @@ class VisionFamily:
             counts = values["image_grid_thw"].prod(-1).tolist()
             grids = values["image_grid_thw"][:, 1:].tolist()
             return [_merged(*of_image) for of_image in zip(pixels.split(counts), grids, strict=True)]
+        if "spatial_shapes" in values:
+            grids = [grid.tolist() for grid in values["spatial_shapes"]]
+            patch = int(self.files["encoder_patch_size"])
+            return [_assembled(patches, grid, patch) for patches, grid in zip(pixels, grids, strict=True)]
         if self.files.get("max_soft_tokens"):
             places, patch = values["image_position_ids"], int(self.files["patch_size"])
-            return [_assembled(*of_image, patch) for of_image in zip(pixels, places, strict=True)]
+            grids = [(of_image.max(0).values + 1).flip(0).tolist() for of_image in places]
+            return [_assembled(patches, grid, patch) for patches, grid in zip(pixels, grids, strict=True)]
         return list(pixels.flatten(0, -4).permute(0, 2, 3, 1))
 
     def processed(self, images: Sequence[Image.Image]) -> Any:
@@ -138,11 +145,11 @@ class VisionFamily:
         return self.model_type == "llava_onevision"
 
 
-def _assembled(patches: Tensor, places: Tensor, patch: int) -> Tensor:
-    """An image of its patches, ``[patches, patch * patch * 3]``. ``places``: columns and rows; negative: padding."""
-    columns, rows = (places.max(0).values + 1).tolist()
-    grid = patches[: rows * columns].view(rows, columns, patch, patch, 3)
-    return grid.transpose(1, 2).reshape(rows * patch, columns * patch, 3)
+def _assembled(patches: Tensor, grid: Sequence[int], patch: int) -> Tensor:
+    """An image of its patches, ``[patches, patch * patch * 3]``, behind which padding may be."""
+    rows, columns = grid
+    squares = patches[: rows * columns].view(rows, columns, patch, patch, 3)
+    return squares.transpose(1, 2).reshape(rows * patch, columns * patch, 3)
 
 
 def _merged(patches: Tensor, grid: list[int]) -> Tensor:
@@ -154,7 +161,10 @@ def _merged(patches: Tensor, grid: list[int]) -> Tensor:
 
 def _tensors(model: Any, values: Any) -> dict[str, Any]:
     """What the model takes of the output of a processor."""
-    names = ("pixel_values", "image_sizes", "batch_num_images", "image_position_ids", "image_grid_thw")
+    names = (
+        *("pixel_values", "image_sizes", "batch_num_images", "image_position_ids", "image_grid_thw"),
+        *("pixel_attention_mask", "spatial_shapes"),
+    )
     inputs = {name: values[name] for name in names if name in values}
     if "batch_num_images" in inputs:
         inputs["batch_num_images"] = torch.as_tensor(inputs["batch_num_images"])
@@ -363,6 +373,34 @@ FAMILIES = {
         SiglipImageProcessorPil,
         fields={"projection_dim": HIDDEN},
     ),
+    "lfm2_vl": VisionFamily(
+        "lfm2_vl",
+        {
+            **{key: value for key, value in TEXT.items() if key != "head_dim"},
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 8,
+        },
+        {
+            "model_type": "siglip2_vision_model",
+            **{key: value for key, value in SQUARE.items() if key != "image_size"},
+            "num_patches": 25,
+            "vision_use_head": False,
+        },
+        {
+            **COLORS,
+            "encoder_patch_size": 8,
+            "tile_size": 64,
+            "min_image_tokens": 4,
+            "max_image_tokens": 20,
+            "max_tiles": 5,
+            "resample": 2,
+        },
+        load_processor("lfm2_vl", "Lfm2VlImageProcessor"),
+        special=("<|image_start|>", "<image>", "<|image_end|>"),
+        fields={"projector_hidden_size": 40},
+    ),
     "mistral3": VisionFamily(
         "mistral3",
         {"model_type": "mistral", **TEXT, "sliding_window": None},
@@ -438,7 +476,16 @@ def features(model: Any, name: str, images: Sequence[Image.Image]) -> list[Tenso
     if FAMILIES[name].model_type == "internvl":
         counts = FAMILIES[name].processed(images)["num_patches"].tolist()
         return [of_image.flatten(0, 1) for of_image in found.split(counts)]
+    if FAMILIES[name].model_type == "lfm2_vl":
+        counts = [sum(_runs(FAMILIES[name], image)) for image in images]
+        return list(torch.cat(list(found)).split_with_sizes(counts))
     return list(found)
+
+
+def _runs(family: VisionFamily, image: Image.Image) -> list[int]:
+    """The tokens of each picture that LFM2-VL makes of an image."""
+    counts: list[int] = (family.processed([image])["spatial_shapes"].prod(-1) // 4).tolist()
+    return counts
 
 
 def oracle_inputs(model: Any, name: str, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
@@ -463,6 +510,9 @@ def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
         return [*words[1], *square, *words[2], *square * (count // GEMMA3_TOKENS - 1)] if words[0] else square
     if family.model_type in ("internvl", "gemma4", "gemma4_unified"):
         return [START, *[PAD] * count, END]
+    if family.model_type == "lfm2_vl":
+        runs = [[PAD] * run for run in _runs(family, size)]
+        return [START, *(runs[0] if len(runs) == 1 else [token_id for run in runs for token_id in [0, *run]]), END]
     if family.vision.get("model_type") == "pixtral":
         columns = int(size[1]) // family.files["patch_size"]["width"]
         row = [*[PAD] * columns, START]

@@ -102,6 +102,7 @@ MODELS = {
     "kimi_k25": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "kimi_linear": "lightserve.models.kimi_linear.model:KimiLinearTpPartModel",
     "lfm2": "lightserve.models.lfm2.model:Lfm2TpPartModel",
+    "lfm2_vl": "lightserve.models.lfm2.model:Lfm2TpPartModel",
     "lfm2_moe": "lightserve.models.lfm2_moe.model:Lfm2MoeTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "llama4": "lightserve.models.llama4.model:Llama4TpPartModel",

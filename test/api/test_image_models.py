@@ -15,10 +15,8 @@ from test.vision_model import picture, png
 
 NEW_TOKENS = 6
 # the others differ in their layout and tower alone: see test/worker/test_image_families.py
-SERVED = [
-    "gemma3",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("llava_onevision", "mistral3", "gemma4", "glm4v")),
-]
+LONG = ("gemma4", "glm4v", "lfm2_vl", "llava_onevision", "mistral3")
+SERVED = ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 Model = tuple[str, Any, ServerProcess]
 
 

@@ -91,6 +91,7 @@ FAMILIES = {
     "kimi_k25": "Kimi K2.5, K2.6, text only",
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM 2, 2.5",
+    "lfm2_vl": "LFM 2 VL, 2.5 VL, with images",
     "lfm2_moe": "LFM 2 8B-A1B",
     "llama": "Llama 1 to 3, SmolLM 2",
     "llama4": "Llama 4 Scout, Maverick, text only",

@@ -54,6 +54,7 @@ FAMILIES = {
     "internvl": VisionFamily(
         "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"
     ),
+    "lfm2_vl": VisionFamily("lightserve.media.layouts.lfm2_vl:Lfm2VlImages", "lightserve.vision.lfm2_vl:Lfm2VlTower"),
     "llava": _LLAVA,
     "llava_next": _ANYRES,
     "llava_onevision": _ANYRES,

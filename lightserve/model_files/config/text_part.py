@@ -19,6 +19,7 @@ TEXT_TYPES = {
     "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",

@@ -6,6 +6,7 @@ import re
 
 from test.models.architectures import gemma4, llama4, step
 from test.models.architectures.case import SMALL, Case, Json, Tensors
+from test.models.architectures.hybrid import CONV
 from test.models.architectures.latent import GROUPS, LATENT, QUERY_SCALE
 
 UNTIED = {"tie_word_embeddings": False}
@@ -121,6 +122,9 @@ CASES = {
             {"model_type": "glm4v_text", "rope_parameters": GLM_ROPE},
             {**GLM_VISION, "model_type": "glm4v_vision"},
         )
+    ),
+    "lfm2_vl": Case(
+        *_case("lfm2_vl", {**CONV, "model_type": "lfm2"}, {**SIGLIP, "model_type": "siglip2_vision_model"})
     ),
     "smolvlm": Case(*_case("smolvlm", {"model_type": "llama"}, SIGLIP)),
     "idefics3": Case(*_case("idefics3", {"model_type": "llama"}, SIGLIP)),
