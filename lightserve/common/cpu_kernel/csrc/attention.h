@@ -23,6 +23,7 @@ constexpr int64_t SCORES = SPLIT + 8;  // floats of a query's row of scores: who
 constexpr int64_t MAX_QUERIES = 96;    // of a tile, unless a single token has more
 constexpr int64_t TILES_PER_THREAD = 4;  // of a prompt, at least, so that the last ones end together
 constexpr int64_t MIN_TO_COPY = 16;    // queries for which values are copied first, so that they are neighbours
+constexpr int64_t KEYS_AHEAD = 16;     // that are read into the caches: the CPU does not guess where the next rows are
 
 struct KeyRange {
     int64_t begin, end;
@@ -234,24 +235,28 @@ private:
         int64_t items_wanted = num_threads() > 1 ? TILES_PER_THREAD * num_threads() : 1;
         int64_t at_once = std::clamp<int64_t>(tokens * cache.kv_heads / items_wanted, 1, max_tokens());
         int64_t tiles = (tokens + at_once - 1) / at_once;
+        if (tiles == 1) return add_parts({request, 0, 0, tokens}, items, num_parts);
         for (int64_t kv_head = 0; kv_head < cache.kv_heads; kv_head++) {
             for (int64_t i = tiles - 1; i >= 0; i--) {
                 int64_t first = i * at_once;
                 QueryTile tile{request, kv_head, first, std::min(at_once, tokens - first)};
-                KeyRange keys = keys_seen_by(tile);
-                if (tiles > 1 || keys.splits() == 1) {
-                    items.push_back({tile, keys});
-                } else {
-                    add_parts(tile, keys, items, num_parts);
-                }
+                items.push_back({tile, keys_seen_by(tile)});
             }
         }
     }
 
-    static void add_parts(const QueryTile& tile, KeyRange keys, std::vector<Item>& items, int64_t& num_parts) {
-        int64_t first_part = num_parts;
-        for (int64_t split = keys.first_split(); split < keys.end; split += SPLIT)
-            items.push_back({tile, keys.within(split), num_parts++, first_part});
+    // The KV heads of a split follow each other, since they are neighbours in the cache.
+    void add_parts(QueryTile tile, std::vector<Item>& items, int64_t& num_parts) const {
+        KeyRange keys = keys_seen_by(tile);
+        int64_t splits = keys.splits();
+        for (int64_t i = 0; i < splits; i++) {
+            KeyRange own = keys.within(keys.first_split() + i * SPLIT);
+            for (tile.kv_head = 0; tile.kv_head < cache.kv_heads; tile.kv_head++) {
+                int64_t first_part = num_parts + tile.kv_head * splits;
+                items.push_back(splits == 1 ? Item{tile, keys} : Item{tile, own, first_part + i, first_part});
+            }
+        }
+        num_parts += splits == 1 ? 0 : splits * cache.kv_heads;
     }
 
     void compute(const Item& item, float* part) const {
@@ -288,13 +293,15 @@ private:
         float *all_scores = memory.data(), *scores = all_scores + keys.begin - split;  // of the first key
         const float* rows[SPLIT];
         find_keys(tile, keys, rows);
-        multiply(queries, query_rows, rows, keys.count(), scores);
+        multiply(queries, query_rows, rows, keys.count(), values_after_keys(), scores);
         for (int64_t query = 0; query < queries; query++)
             make_weights(tile, query, split, keys, all_scores + query * SCORES, to);
-        for (int64_t i = 0; i < keys.count(); i++) rows[i] += cache.kv_heads * cache.dim;  // values
+        for (int64_t i = 0; i < keys.count(); i++) rows[i] += values_after_keys();
         if (queries >= MIN_TO_COPY) copy_rows(keys.count(), rows, copies);
         in_tiles(0, queries, WeighTile{scores, rows, keys.count(), cache.dim, to.out});
     }
+
+    int64_t values_after_keys() const { return cache.kv_heads * cache.dim; }
 
     void find_keys(const QueryTile& tile, KeyRange keys, const float** rows) const {
         const int32_t* slots = batch.req_to_token + batch.b_req_idx[tile.request] * batch.stride + keys.begin;
@@ -311,13 +318,23 @@ private:
         }
     }
 
+    // Meanwhile keys further on are read, and the values that `values` floats after each key.
     void multiply(int64_t queries, const float* const* query_rows, const float* const* keys, int64_t count,
-                  float* scores) const {
+                  int64_t values, float* scores) const {
+        for (int64_t i = 0; i < std::min(KEYS_AHEAD, count); i++) prefetch(keys[i]);
         for (int64_t i = 0; i < count; i += N) {
             const float* some[N];
-            for (int n = 0; n < N; n++) some[n] = keys[std::min(i + n, count - 1)];
+            for (int n = 0; n < N; n++) {
+                some[n] = keys[std::min(i + n, count - 1)];
+                prefetch(keys[std::min(i + n + KEYS_AHEAD, count - 1)]);
+                prefetch(some[n] + values);
+            }
             in_tiles(0, queries, ScoreTile{query_rows, some, cache.dim, scores + i});
         }
+    }
+
+    void prefetch(const float* row) const {
+        for (int64_t i = 0; i < cache.dim; i += CACHE_LINE) __builtin_prefetch(row + i, 0, 2);
     }
 
     void find_queries(const QueryTile& tile, const float** rows) const {
