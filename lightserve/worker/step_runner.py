@@ -32,6 +32,8 @@ from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.speculation.draft_input import DraftRows, draft_padding
 from lightserve.worker.speculation.state_replay import StateReplay
 
+MAX_REPEATED = 16  # requests of a decode that is repeated: more of them compute for so long that calls cost little
+
 SampledAt = tuple[Tensor, Tensor, Tensor]  # of each row: temperature, seed and position, as ops.sample takes them
 
 
@@ -78,6 +80,8 @@ class StepRunner:
         # a graph would wait for other stages inside, and groups have steps of different shapes
         if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
             self._graphs = device.graphs(self._compute)
+        has_one_rank = model.tp.size == model.pp.size == model.args.parallel.dp.size == 1
+        self._decode = device.repeated(self._forward) if model.captures_graphs and has_one_rank else None
 
     def capture_drafts(self, num_drafts: int, compute: ComputeDrafts) -> int:
         """Capture steps with drafts too. Returns the most tokens of such a step, 0 without graphs."""
@@ -109,8 +113,9 @@ class StepRunner:
 
     def drop_captured(self) -> None:
         """The addresses of the KV cache change, which they contain."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        for captured in (self._graphs, self._decode):
+            if captured is not None:
+                captured.clear()
 
     def _examples(self, shapes: list[StepShape], progress: Progress) -> Iterator[tuple[StepShape, Tensor]]:
         """Shapes with their inputs. The next one is asked for when the one before is captured."""
@@ -178,7 +183,14 @@ class StepRunner:
             if masks is None:
                 return out
             return self._sample(out.logits, out.columns, masks)._replace(for_head=out.for_head)
-        return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts, images), masks)
+        inputs_on_device = to_device(inputs, self._model.device)
+        if self._decode is not None and self._is_plain_decode(shape) and not self._is_observed:
+            return self._sample(*self._decode(inputs_on_device, shape), masks)
+        return self._sample(*self._forward(inputs_on_device, shape, prompts, images), masks)
+
+    def _is_plain_decode(self, shape: StepShape) -> bool:
+        plain = StepShape(shape.requests, shape.requests, has_decodes=True, has_prompts=False)
+        return shape == plain and shape.tokens <= MAX_REPEATED and self.states_of_model is None
 
     def replay(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
         """A step that is captured."""

@@ -7,30 +7,12 @@ serves all versions of both. ``csrc/kernels.h`` explains the arguments.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 BACKEND = "cpu_native"
-
-_X = (c_void_p, c_int64, c_int64)  # address, rows, stride
-_NORM = (c_void_p, c_void_p, c_float)  # residual, weight, eps
-_WEIGHT = (c_void_p, c_int64, c_int64)  # address, rows, columns
-_CACHE = (c_void_p, c_int64, c_int64, c_int64)  # address, stride, kv heads, dim
-_OPTIONS = (c_float, c_float, c_int64, c_int32, c_void_p, c_void_p)  # scale, softcap, window, causal, slopes, sinks
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "ls_set_threads": (c_int32,),
-    "ls_use_variant": (c_int32,),
-    "ls_linear_packed": (c_void_p, *_X, c_void_p, c_void_p),
-    "ls_add_norm_linear_packed": (c_void_p, *_X, c_void_p, c_void_p, *_NORM, c_int32),
-    "ls_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p),
-    "ls_add_norm_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p, *_NORM, c_int32),
-    "ls_rms_norm": (*_X, c_int64, c_void_p, c_float, c_void_p, c_void_p),
-    "ls_activate": (*_X, c_int64, c_int32, c_int32, c_void_p),
-    "ls_rotary_write_kv": (*_X, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *_CACHE),
-    "ls_attention": (*_X, *_CACHE, c_void_p, *_OPTIONS, c_void_p),
-}
 
 
 class PackedWeight(ctypes.Structure):
@@ -58,6 +40,28 @@ class AttentionBatch(ctypes.Structure):
     )
 
 
+_X = (c_void_p, c_int64, c_int64)  # address, rows, stride
+_NORM = (c_void_p, c_void_p, c_float)  # residual, weight, eps
+_WEIGHT = (c_void_p, c_int64, c_int64)  # address, rows, columns
+_CACHE = (c_void_p, c_int64, c_int64, c_int64)  # address, stride, kv heads, dim
+_OPTIONS = (c_float, c_float, c_int64, c_int32, c_void_p, c_void_p)  # scale, softcap, window, causal, slopes, sinks
+KERNELS: dict[str, tuple[Any, ...]] = {
+    "ls_linear_packed": (c_void_p, *_X, c_void_p, c_void_p),
+    "ls_add_norm_linear_packed": (c_void_p, *_X, c_void_p, c_void_p, *_NORM, c_int32),
+    "ls_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p),
+    "ls_add_norm_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p, *_NORM, c_int32),
+    "ls_rms_norm": (*_X, c_int64, c_void_p, c_float, c_void_p, c_void_p),
+    "ls_activate": (*_X, c_int64, c_int32, c_int32, c_void_p),
+    "ls_rotary_write_kv": (*_X, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *_CACHE),
+    "ls_attention": (*_X, *_CACHE, POINTER(AttentionBatch), *_OPTIONS, c_void_p),
+}
+_SIGNATURES = KERNELS | {
+    "ls_set_threads": (c_int32,),
+    "ls_use_variant": (c_int32,),
+    "ls_repeat": (c_void_p, c_int64),
+}
+
+
 def _load() -> ctypes.CDLL | None:
     paths = (Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.exists()), None)
@@ -67,7 +71,8 @@ def _load() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
-    loaded.ls_variant.restype = ctypes.c_char_p
+    loaded.ls_variant.restype = c_char_p
+    loaded.ls_call_of.argtypes, loaded.ls_call_of.restype = (c_char_p,), c_uint64
     loaded.ls_num_variants.restype = c_int32
     return loaded
 

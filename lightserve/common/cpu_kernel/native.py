@@ -194,7 +194,7 @@ def _define_attention(lib: ctypes.CDLL) -> None:
             kv_cache.stride(0),
             kv_cache.shape[1] // 2,
             dim,
-            ctypes.addressof(_described(batch)),
+            _described(batch),
             options.scale,
             options.softcap or 0.0,
             options.window or 0,

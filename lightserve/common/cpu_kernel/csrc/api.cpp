@@ -4,6 +4,9 @@
 #include <sys/auxv.h>
 #endif
 
+#include <cstring>
+#include <utility>
+
 #include "kernels.h"
 #include "threads.h"
 
@@ -121,6 +124,68 @@ LS_EXPORT void ls_attention(float* q, int64_t q_stride, int64_t q_heads, float* 
                             float* out) {
     AttentionOptions options{scale, softcap, window, causal, alibi_slopes, sinks};
     active.kernels->attention({q, q_stride, q_heads}, {cache, cache_stride, kv_heads, dim}, *batch, options, out);
+}
+
+}  // extern "C"
+
+// Calls that Python recorded. Each is a row of 64-bit words: the address of its `Call`, how many arguments it has, and
+// these; a float is in the lower half of its word.
+namespace {
+
+using Call = void (*)(const uint64_t* arguments);
+
+template <class T>
+T from_word(uint64_t word) {
+    static_assert(sizeof(T) <= sizeof(word));
+    T value;
+    std::memcpy(&value, &word, sizeof(T));  // of a little-endian CPU
+    return value;
+}
+
+template <class... T, size_t... I>
+void call_with(void (*function)(T...), const uint64_t* arguments, std::index_sequence<I...>) {
+    function(from_word<T>(arguments[I])...);
+}
+
+template <class... T>
+void call_with_words(void (*function)(T...), const uint64_t* arguments) {
+    call_with(function, arguments, std::index_sequence_for<T...>{});
+}
+
+template <auto FUNCTION>
+void call(const uint64_t* arguments) {
+    call_with_words(FUNCTION, arguments);
+}
+
+struct NamedCall {
+    const char* name;
+    Call call;
+};
+
+#define LS_NAMED(FUNCTION) {#FUNCTION, call<FUNCTION>}
+const NamedCall CALLS[] = {
+    LS_NAMED(ls_linear_packed), LS_NAMED(ls_add_norm_linear_packed), LS_NAMED(ls_linear_float),
+    LS_NAMED(ls_add_norm_linear_float), LS_NAMED(ls_rms_norm), LS_NAMED(ls_activate),
+    LS_NAMED(ls_rotary_write_kv), LS_NAMED(ls_attention),
+};
+#undef LS_NAMED
+
+}  // namespace
+
+extern "C" {
+
+// What a row begins with; 0: calls of this function cannot be recorded.
+LS_EXPORT uint64_t ls_call_of(const char* name) {
+    for (const NamedCall& named : CALLS) {
+        if (std::strcmp(named.name, name) == 0) return reinterpret_cast<uint64_t>(named.call);
+    }
+    return 0;
+}
+
+LS_EXPORT void ls_repeat(const uint64_t* words, int64_t count) {
+    for (const uint64_t* end = words + count; words < end; words += 2 + words[1]) {
+        reinterpret_cast<Call>(words[0])(words + 2);
+    }
 }
 
 }  // extern "C"
