@@ -208,6 +208,15 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_eight_bit(dtype)
     compile_linear_int4(dtype)
     compile_state(dtype)
+    compile_aten(dtype)
+
+
+def compile_aten(dtype: torch.dtype) -> None:
+    """The largest tiles, rows that are read twice, and parts of a row."""
+    x = torch.ones(2, 256, 128, dtype=dtype)
+    ops.bmm.impls["triton"](x, x.transpose(1, 2))
+    ops.softmax.impls["triton"](torch.ones(2, 70000, dtype=dtype), -1)
+    ops.top_k.impls["triton"](torch.ones(2, 70000, dtype=dtype), 64, -1)
 
 
 def compile_shared_prefix(dtype: torch.dtype, dim: int) -> None:

@@ -21,6 +21,7 @@ from lightserve.common import triton_kernel
 SHARED_KIB = {"80": 163, "89": 99, "90": 227, "100": 227, "gfx942": 64, "gfx950": 160, "gfx1100": 64}
 NVIDIA, AMD = ["80", "89", "90", "100"], ["gfx942", "gfx950", "gfx1100"]
 HEAVY = [
+    "_bmm_kernel",
     "_chunk_scan_kernel",
     "_context_attention_kernel",
     "_eight_bit_linear_kernel",

@@ -31,6 +31,31 @@ def test_layer_norm_centres_and_scales() -> None:
     torch.testing.assert_close(ops.layer_norm(x, weight, bias, EPS), normed * weight + bias, **CLOSE)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_softmax_divides_powers_by_their_sum(dim: int) -> None:
+    x = randn(3, 5, 7)
+    powers = x.double().exp()
+    shares = powers / powers.sum(dim, keepdim=True)
+
+    torch.testing.assert_close(ops.softmax(x.half(), dim, torch.float32), shares.float(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(ops.log_softmax(x, dim), shares.log().float(), **CLOSE)
+
+
+def test_top_k_is_a_sorted_list_with_nan_first() -> None:
+    row = [3.0, -1.0, 3.0, float("nan"), INF, 0.0, -INF]
+    x = torch.tensor([row, row])
+
+    assert ops.top_k(x.T, 4, 0)[1].T.tolist() == [[3, 4, 0, 2]] * 2
+    assert ops.top_k(x, 4, -1, largest=False)[1].tolist() == [[6, 1, 5, 0]] * 2
+    assert ops.top_k(x, 4, -1, largest=False)[0].tolist() == [[-INF, -1.0, 0.0, 3.0]] * 2
+
+
+def test_bmm_is_a_product_for_each_batch() -> None:
+    x, y = randn(3, 4, 5), randn(3, 5, 6, seed=1)
+
+    torch.testing.assert_close(ops.bmm(x, y), torch.einsum("bij,bjk->bik", x.double(), y.double()).float(), **CLOSE)
+
+
 def test_gates_come_first() -> None:
     gate, up = randn(3, 8), randn(3, 8, seed=1)
     gate_up = torch.cat((gate, up), -1)

@@ -7,11 +7,13 @@ from lightserve.common.ops.activation import (
     gelu_and_mul,
     gelu_tanh,
     gelu_tanh_and_mul,
+    log_softmax,
     relu,
     relu2,
     relu2_and_mul,
     silu,
     silu_and_mul,
+    softmax,
     xielu,
 )
 from lightserve.common.ops.attention import (
@@ -45,7 +47,7 @@ from lightserve.common.ops.latent_attention import (
     select_tokens,
     write_latent,
 )
-from lightserve.common.ops.linear import linear, linear_float32
+from lightserve.common.ops.linear import bmm, linear, linear_float32
 from lightserve.common.ops.lora import (
     MIN_LORA_RANK,
     NO_LORA,
@@ -110,6 +112,8 @@ from lightserve.common.ops.registry import (
 from lightserve.common.ops.repack import FusesNorm, allocates_for, empty_packed, empty_weight, packs_for
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
+    MAX_TOP_K,
+    MAX_TOP_K_LENGTH,
     NO_TOKEN,
     Penalties,
     TokenMasks,
@@ -118,6 +122,7 @@ from lightserve.common.ops.sampling import (
     mask_logits,
     sample,
     sample_part,
+    top_k,
     top_k_top_p_min_p,
     typical_p,
 )

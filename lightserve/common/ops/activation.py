@@ -114,3 +114,15 @@ def relu2_and_mul(gate_up: Tensor) -> Tensor:
     """Gated square of ReLU of ``[tokens, 2 * width]``, gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.relu(gate).square() * up).to(gate_up.dtype)
+
+
+@op
+def softmax(x: Tensor, dim: int, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Along any dimension, for programs of torch; kernels take any strides. ``out_dtype``: None: that of ``x``."""
+    return x.float().softmax(dim).to(out_dtype or x.dtype)
+
+
+@op
+def log_softmax(x: Tensor, dim: int, out_dtype: torch.dtype | None = None) -> Tensor:
+    """As ``softmax``."""
+    return x.float().log_softmax(dim).to(out_dtype or x.dtype)

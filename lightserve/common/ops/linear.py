@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,3 +17,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in float32, for results that must not be rounded: the scores of a router."""
     return F.linear(x.float(), weight.float())
+
+
+@op
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """``[batch, rows, depth]`` times ``[batch, depth, columns]``, summed in float32; kernels take any strides."""
+    return torch.bmm(x.float(), y.float()).to(x.dtype)

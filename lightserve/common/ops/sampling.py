@@ -14,6 +14,7 @@ from lightserve.common.ops.registry import op
 Ints = TypeVar("Ints", Tensor, np.ndarray)
 
 NO_TOKEN = -1  # the sample of a row whose logits are not finite numbers
+MAX_TOP_K, MAX_TOP_K_LENGTH = 64, 2**25  # that kernels of top_k must take
 HALF_STEP = 2.0**-24  # of a 23-bit uniform: keeps it inside (0, 1); with 24 bits the largest would round to 1
 
 
@@ -145,6 +146,16 @@ def best_of_parts(parts: Tensor) -> Tensor:
 def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor, first_token: int = 0) -> Tensor:
     tokens = torch.arange(first_token, first_token + scores.shape[1], device=scores.device)
     return noise_of(counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens))
+
+
+@op
+def top_k(x: Tensor, k: int, dim: int, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest or smallest values along any dimension, in order, and where they are (int64).
+
+    NaN is larger than all numbers. Of equal values the first one comes first. Kernels take any strides.
+    """
+    values, places = x.sort(stable=True, dim=dim, descending=largest)
+    return values.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
 
 
 def noise_of(uniform: Tensor) -> Tensor:

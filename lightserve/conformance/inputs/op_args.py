@@ -64,6 +64,21 @@ def _add_gated_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return out, values, randn(tokens, 1, dtype=dtype, device=device, seed=2)
 
 
+def _softmax_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return *_activation_args(tokens, dtype, device), -1
+
+
+def _top_k_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return *_activation_args(tokens, dtype, device), 5, -1
+
+
+def _bmm_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return (
+        randn(tokens, 3, 40, dtype=dtype, device=device),
+        randn(tokens, 40, 5, dtype=dtype, device=device, seed=1) / 8,
+    )
+
+
 def _xielu_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return *_activation_args(tokens, dtype, device), torch.tensor([0.7, 1.2, 0.4, -0.3], device=device)
 
@@ -285,6 +300,10 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_rms_norm_quantize": _norm_quantize_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
+    "bmm": _bmm_args,
+    "log_softmax": _softmax_args,
+    "softmax": _softmax_args,
+    "top_k": _top_k_args,
     "sample": _sample_args,
     "sample_part": _sample_part_args,
     "context_attention": _context_attention_args,
