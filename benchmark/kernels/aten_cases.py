@@ -55,6 +55,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield _decode(rows, sizes)
         if rows == max(sizes.rows):
             yield _prompt(rows, sizes)
+            yield _attention(rows, sizes)
 
 
 def _replaced(rows: int, sizes: Sizes) -> Iterator[Case]:
@@ -68,6 +69,19 @@ def _replaced(rows: int, sizes: Sizes) -> Iterator[Case]:
     yield Case("mm", rows, _randn(x, (width, hidden)), F.linear)
     yield Case("addmm", rows, _randn(x, (hidden, hidden), (hidden,)), F.linear)
     yield Case("embedding", rows, lambda new: (new.below(sizes.vocab, rows), new.table(sizes.vocab, hidden)), _embed)
+    yield Case("softmax", rows, _randn((rows, sizes.vocab)), lambda x: x.softmax(-1))
+    yield Case("log_softmax", rows, _randn((rows, sizes.vocab)), lambda x: F.log_softmax(x, -1))
+    yield Case("topk", rows, _randn((rows, sizes.vocab)), lambda x: x.topk(50))
+    yield Case("topk_of_experts", rows, _randn((rows, sizes.experts)), lambda x: x.topk(8))
+    dim = hidden // sizes.heads
+    yield Case("bmm", rows, _randn((sizes.heads, rows, dim), (sizes.heads, dim, sizes.context)), torch.bmm)
+
+
+def _attention(rows: int, sizes: Sizes) -> Case:
+    """Of a prompt, with keys and values in tensors of their own. Those of fewer rows are decode steps, and torch's."""
+    dim = sizes.hidden // sizes.heads
+    inputs = _randn((1, sizes.heads, rows, dim), *[(1, sizes.kv_heads, rows, dim)] * 2)
+    return Case("attention", rows, inputs, partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True))
 
 
 def _fused(rows: int, sizes: Sizes) -> Iterator[Case]:

@@ -1,7 +1,8 @@
 """Aten operators that our ops compute, registered by torch.library for the tensors of a device.
 
-Autograd stays above them. Its formulas of activations and products need inputs and results alone, so the forward pass
-is ours. Those of norms need what our norms do not return: while a gradient is wanted, the norms are torch's.
+Autograd stays above them. Its formulas of activations, products, softmax and top-k need inputs and results alone, so
+the forward pass is ours. Those of norms and attention need what our kernels do not return: while a gradient is wanted,
+these are torch's.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from lightserve.common import ops
 from lightserve.common.device import Device
 from lightserve.common.ops.registry import Op
 from lightserve.errors import ServerError
+from lightserve.ops import attention, reductions
+from lightserve.ops.arguments import FLOATS, wants_grad
 from lightserve.ops.place import is_current
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class AtenOp(NamedTuple):
     op: Op[Any, Any]  # which must have a kernel
     compute: Callable[..., Any]  # with aten's arguments
     takes: Callable[..., bool]  # whether the kernel computes these arguments
-    is_product: bool = False
+    is_for_cpu: bool = True  # False: torch's is faster there
+    is_above_autograd: bool = False  # aten composes it of others, which have the formulas
 
 
 def _is_rows(x: Tensor) -> bool:
@@ -43,17 +45,13 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return ops.gelu(x) if approximate == "none" else ops.gelu_tanh(x)
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 def _is_weight_of(weight: Tensor | None, x: Tensor, shape: Sequence[int]) -> bool:
     return weight is not None and weight.is_contiguous() and weight.dtype == x.dtype and list(shape) == [x.shape[-1]]
 
 
 def _takes_layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
     has_weights = _is_weight_of(weight, x, shape) and _is_weight_of(bias, x, shape)
-    return _is_rows(x) and has_weights and not _wants_grad(x, weight, bias)
+    return _is_rows(x) and has_weights and not wants_grad(x, weight, bias)
 
 
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -63,7 +61,7 @@ def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, e
 
 
 def _takes_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> bool:
-    return _is_rows(x) and _is_weight_of(weight, x, shape) and eps is not None and not _wants_grad(x, weight)
+    return _is_rows(x) and _is_weight_of(weight, x, shape) and eps is not None and not wants_grad(x, weight)
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -89,6 +87,11 @@ def _addmm(bias: Tensor, x: Tensor, weight_t: Tensor) -> Tensor:
     return ops.linear(x, weight_t.T, bias)
 
 
+def _takes_bmm(x: Tensor, y: Tensor) -> bool:
+    do_match = x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and x.shape[2] == y.shape[1]
+    return do_match and x.dtype in FLOATS and x.dtype == y.dtype and x.device == y.device
+
+
 def _takes_embedding(weight: Tensor, ids: Tensor, *_: Any) -> bool:
     are_ids = ids.dtype in (torch.int64, torch.int32) and ids.is_contiguous() and ids.device == weight.device
     return are_ids and weight.dtype in FLOATS and weight.dim() == 2 and weight.stride(1) == 1
@@ -104,9 +107,20 @@ ATEN: dict[str, AtenOp] = {
     "relu": AtenOp(ops.relu, ops.relu, _is_rows),
     "native_layer_norm": AtenOp(ops.layer_norm, _layer_norm, _takes_layer_norm),
     "_fused_rms_norm": AtenOp(ops.rms_norm, _rms_norm, _takes_rms_norm),
-    "mm": AtenOp(ops.linear, _mm, _takes_mm, is_product=True),
-    "addmm": AtenOp(ops.linear, _addmm, _takes_addmm, is_product=True),
+    "mm": AtenOp(ops.linear, _mm, _takes_mm, is_for_cpu=False),
+    "addmm": AtenOp(ops.linear, _addmm, _takes_addmm, is_for_cpu=False),
+    "bmm": AtenOp(ops.bmm, ops.bmm, _takes_bmm, is_for_cpu=False),
     "embedding": AtenOp(ops.vocab_embedding, _embedding, _takes_embedding),
+    "_softmax": AtenOp(ops.softmax, reductions.softmax, reductions.takes_softmax),
+    "_log_softmax": AtenOp(ops.log_softmax, reductions.log_softmax, reductions.takes_softmax),
+    "topk": AtenOp(ops.top_k, reductions.topk, reductions.takes_topk),
+    "scaled_dot_product_attention": AtenOp(
+        ops.context_attention,
+        attention.scaled_dot_product_attention,
+        attention.takes_prompts,
+        is_for_cpu=False,
+        is_above_autograd=True,
+    ),
 }
 
 
@@ -134,7 +148,8 @@ class Replacement:
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for name in self.names:
                 compute = self._wrapped(name, key)
-                self._library.impl(name, compute, key, allow_override=True)  # type: ignore[no-untyped-call]
+                for each in (key, f"Autograd{key}") if ATEN[name].is_above_autograd else (key,):
+                    self._library.impl(name, compute, each, allow_override=True)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         self._library._destroy()  # type: ignore[no-untyped-call]
@@ -142,10 +157,12 @@ class Replacement:
     def _is_replaceable(self, name: str, key: str) -> bool:
         """A CPU's products keep copies of weights for each tensor, and aten transposes weights into new ones."""
         if ATEN[name].op.active_backend == ops.REFERENCE or (
-            ATEN[name].is_product and self.platform.ops_backend == "cpu"
+            self.platform.ops_backend == "cpu" and not ATEN[name].is_for_cpu
         ):
             return False
-        keys = (key, "CompositeExplicitAutograd")  # one kernel for all devices, which Autograd calls by this key too
+        keys = [key, "CompositeExplicitAutograd"]  # one kernel for all devices, which Autograd calls by this key too
+        if ATEN[name].is_above_autograd:
+            keys = ["CompositeImplicitAutograd"]
         return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", each) for each in keys)
 
     def _wrapped(self, name: str, key: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device.base import bound_device
+from lightserve.ops.attention import context_attention
 from lightserve.ops.place import is_current
 
 FUSED: list[str] = []
@@ -119,19 +120,6 @@ def _token_attention(
     return ops.token_attention(q, kv_cache, batch, ops.AttnOptions(scale, window=window))
 
 
-def _context_attention(  # noqa: PLR0913  as the schema
-    q: Tensor, kv: Tensor, starts: Tensor, max_len: int, scale: float, causal: bool = True, window: int | None = None
-) -> Tensor:
-    """The keys and values are their own cache: the token in row i is in slot i."""
-    starts = starts.int()
-    begins, count = starts[:-1].contiguous(), len(starts) - 1
-    rows = torch.arange(count, dtype=torch.int32, device=q.device)
-    offsets = torch.arange(max_len, dtype=torch.int32, device=q.device)
-    table = (begins[:, None] + offsets).clamp_(max=len(q) - 1)
-    batch = ops.AttnBatch(table, rows, begins, starts.diff(), torch.zeros_like(begins))
-    return ops.context_attention(q, kv, kv, batch, ops.AttnOptions(scale, causal=causal, window=window))
-
-
 def _route(
     logits: Tensor,
     top_k: int,
@@ -179,7 +167,7 @@ _define(
 )
 _define("write_kv", "(Tensor kv, Tensor slots, Tensor(a!) kv_cache) -> ()", _nothing, mutates=(2,))
 _define("token_attention", TOKEN_ATTENTION, _like_first, call=_token_attention)
-_define("context_attention", CONTEXT_ATTENTION, _like_first, call=_context_attention)
+_define("context_attention", CONTEXT_ATTENTION, _like_first, call=context_attention)
 _define("route", ROUTE, _chosen, call=_route)
 _define("top_k_top_p_min_p", LIMITS, _nothing, mutates=(0,))
 _define("sample", SAMPLE, lambda logits, *_: logits.new_empty(len(logits), dtype=torch.int64))

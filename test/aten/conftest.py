@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
 
 import lightserve.ops
 from lightserve.common import ops
 from lightserve.common.device import base, registry
+from lightserve.common.device.profile import H200
+from lightserve.common.triton_kernel import _gpu
 from test.aten.devices import Interpreted
 
 
@@ -22,3 +26,10 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lightserve.ops.disable()
     registry._loaded.cache_clear()
     ops.use_backend(ops.REFERENCE)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after the other, also those that end at once."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=12))
