@@ -81,7 +81,7 @@ def logits_of_drafts(llm: LLM) -> Tensor:
     """Of all drafts of a request."""
     head: Any = llm.worker._head
     computed: list[Tensor] = []
-    sample = head.sample
+    sample: Callable[..., Tensor] = head.sample
 
     def record(normed: Tensor, *at: Any) -> Tensor:
         computed.append(head.logits(normed))
