@@ -174,7 +174,7 @@ KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
 PINNED_PREFIXES = _set("router", "pinned_prefixes")
-NULL_WORKER, PROFILE_DIR = _set("launch", "null_worker"), _set("launch", "profile_dir")
+NULL_WORKER = _set("launch", "null_worker")
 DP, NNODES = _above("cluster", "dp", 1), _above("cluster", "nnodes", 1)
 ENGINES, ENGINES_FILE = _set("cluster", "engines"), _set("cluster", "engines_file")
 GATEWAY, LISTEN = Feature("gateway", _gateway), _set("cluster", "listen")
@@ -212,9 +212,6 @@ TABLE = (
     _not_built(VISUAL_DP, OFFLINE, "it encodes images in its own process", "start a server"),
     # several nodes
     _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
-    _not_built(
-        NNODES, PROFILE_DIR, "profiles of ranks on several nodes cannot be taken yet", "leave out --profile_dir"
-    ),
     # trainers
     *(
         _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")

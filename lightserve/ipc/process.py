@@ -99,6 +99,11 @@ class ChildConfig(msgspec.Struct, frozen=True):
         return self.path(f"{name}.{self.engine}" if self.engine else name)
 
     @property
+    def parts_folder(self) -> str | None:
+        """Where ranks of another node write their parts of a profile; None: the router says where."""
+        return self.run_dir if self.config.is_other_node else None
+
+    @property
     def role(self) -> str:
         """Of the engine."""
         return self.config.cluster.role_of(self.engine)

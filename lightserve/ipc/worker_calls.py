@@ -29,6 +29,7 @@ from lightserve.messages.worker_calls import (
     KvReceived,
     LoraLoad,
     LoraLoaded,
+    ProfileChunk,
     ProfileCommand,
     ProfileResult,
 )
@@ -149,7 +150,12 @@ def _all_addresses(replies: Sequence[list[str]]) -> list[str]:
 
 def _all_paths(replies: Sequence[ProfileResult]) -> ProfileResult:
     errors = dict.fromkeys(reply.error for reply in replies if reply.error)
-    return ProfileResult([path for reply in replies for path in reply.paths], "; ".join(errors))
+    num_unread = sum(reply.num_unread for reply in replies)
+    return ProfileResult([path for reply in replies for path in reply.paths], "; ".join(errors), num_unread)
+
+
+def _all_chunks(replies: Sequence[list[ProfileChunk]]) -> list[ProfileChunk]:
+    return [chunk for reply in replies for chunk in reply]
 
 
 def _all_changed(replies: Sequence[KvMemoryChanged]) -> KvMemoryChanged:
@@ -198,6 +204,7 @@ CANCEL_RECEIVE: WorkerCall[int, None] = WorkerCall("cancel_receive", int, None, 
 PROFILE: WorkerCall[ProfileCommand, ProfileResult] = WorkerCall(
     "profile", ProfileCommand, ProfileResult, _all_paths, failed=lambda error: ProfileResult(error=error)
 )
+READ_PROFILE: WorkerCall[None, list[ProfileChunk]] = WorkerCall("read_profile", None, list[ProfileChunk], _all_chunks)
 SET_KV_MEMORY: WorkerCall[KvMemory, KvMemoryChanged] = WorkerCall(
     "set_kv_memory", KvMemory, KvMemoryChanged, _all_changed, failed=lambda error: KvMemoryChanged(error)
 )

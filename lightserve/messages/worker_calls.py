@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from lightserve.messages.params import GrammarSpec
@@ -118,3 +120,11 @@ class ProfileResult(msgspec.Struct, frozen=True):
 
     paths: list[str] = []  # files that were written
     error: str = ""  # what went wrong
+    num_unread: int = 0  # files on other nodes, which the router reads
+
+
+class ProfileChunk(msgspec.Struct, frozen=True):
+    """The next piece of what a rank on another node has recorded. Without data there is no more."""
+
+    data: bytes = b""  # by zlib
+    kind: Literal["worker", "device"] = "worker"  # of the file

@@ -155,7 +155,7 @@ def _enable_profiles(child_config: ChildConfig, manager: RouterManager, workers:
         return
     if child_config.config.cluster.dp > 1:  # every engine writes a profile of its own
         folder = f"{folder}/engine-{child_config.engine}"
-    manager.profiles.enable(folder, workers)
+    manager.profiles.enable(folder, workers, child_config.config.node_of)
 
 
 async def _handle_launcher(

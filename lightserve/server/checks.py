@@ -59,7 +59,7 @@ def check(config: ServerConfig) -> ModelInfo:
         net.bind(config.http.host, config.http.port).close()
         _check_access(config.http)
     check_otlp(config.http)
-    check_profile_dir(config.launch.profile_dir)
+    check_profile_dir(None if config.is_other_node else config.launch.profile_dir)
     check_adapters(config)
     config = replace(config, worker=served_with_head(config.worker))
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy" or config.cluster.is_gateway

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gzip
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import orjson
 
 NICENESS = 10  # steps of the server go first
+PIDS = 1 << 22  # of a machine, at most
+OF_NODE = re.compile(r"\.node-(\d+)\.part$")  # utils/trace_recorder.py
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -29,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     out, *parts = argv
     unfinished = f"{out}.tmp"
     try:
-        merged = merge(orjson.loads(Path(path).read_bytes()) for path in parts)
+        merged = merge(map(read_part, parts))
         Path(unfinished).write_bytes(gzip.compress(orjson.dumps(merged), compresslevel=1))
         os.replace(unfinished, out)
     except (OSError, ValueError, KeyError) as error:
@@ -38,6 +41,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def read_part(path: str) -> dict[str, Any]:
+    """Machines give their processes the same ids: those of another node get other ones."""
+    trace: dict[str, Any] = orjson.loads(Path(path).read_bytes())
+    node = OF_NODE.search(path)
+    if node is not None:
+        for entry in (*trace["traceEvents"], *([trace["process"]] if "process" in trace else ())):
+            if "pid" in entry:
+                pid = entry["pid"]
+                entry["pid"] = pid + PIDS * int(node[1]) if isinstance(pid, int) else f"{pid} of node {node[1]}"
+    return trace
 
 
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,11 @@ MAX_EVENTS = 500_000  # some 150 MB; a profile of a minute has 100,000
 FIRST_TRACK = 2**30  # in place of the id of a thread, which is smaller
 
 
+def of_node(node: int) -> str:
+    """The end of the name of a part. That of another node says which: its processes have ids as those here."""
+    return f".node-{node}.part"
+
+
 class _Span(NamedTuple):
     thread: int
     name: str

@@ -13,6 +13,7 @@ from lightserve.ipc.worker_calls import (
     LOAD_LORA,
     LOOKUP_KV,
     PROFILE,
+    READ_PROFILE,
     RECEIVE_KV,
     SET_KV_MEMORY,
     UPDATE_WEIGHTS,
@@ -44,5 +45,5 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
     if worker.kv_memory is not None:
         handlers.append(handler(SET_KV_MEMORY, worker.kv_memory.handle))
     if profiler is not None:
-        handlers.append(handler(PROFILE, profiler.run))
+        handlers += [handler(PROFILE, profiler.run), handler(READ_PROFILE, lambda _: [profiler.read()])]
     return handlers

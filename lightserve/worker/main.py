@@ -118,7 +118,7 @@ def _profiler(
 
     trace = TorchTrace(platform)
     trace.prepare()
-    return WorkerProfiler(child_config.index, launch, trace, last_wait)
+    return WorkerProfiler(child_config.index, launch, trace, last_wait, child_config.parts_folder)
 
 
 class _ProgressToLauncher:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
-from lightserve.ipc.worker_calls import PROFILE
+from lightserve.ipc.worker_calls import PROFILE, READ_PROFILE
 from lightserve.messages.control import EngineInfo, PoolingLimits
 from lightserve.messages.step import Embedding, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
@@ -118,8 +118,9 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
     if launch_config.profile_dir is None:
         server.serve(worker.launch)
     else:
-        profiler = WorkerProfiler(child_config.index, worker.launch)
-        server.serve(profiler.launch, handlers=[handler(PROFILE, profiler.run)])
+        profiler = WorkerProfiler(child_config.index, worker.launch, folder=child_config.parts_folder)
+        handlers = [handler(PROFILE, profiler.run), handler(READ_PROFILE, lambda _: [profiler.read()])]
+        server.serve(profiler.launch, handlers=handlers)
 
 
 if __name__ == "__main__":

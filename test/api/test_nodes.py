@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from test.api.nodes import Nodes, nodes_in
 from test.api.server import ServerProcess, running_server
 from test.api.test_kv_tiers import KV_TOKENS, ask, ask_after_eviction
+from test.api.test_pp import launches
 from test.api.test_restart import answers, clients_of, kill_worker, sixteen
 from test.ports import free_port
 from test.small_text import save_small_model
@@ -51,7 +53,9 @@ class TwoStages:
 
 @pytest.fixture(scope="module")
 def stages(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStages]:
-    with nodes_in(tmp_path_factory.mktemp("nodes"), 2, *FLAGS, "--model_dir", model_dir, "--pp", "2") as nodes:
+    folder = tmp_path_factory.mktemp("nodes")
+    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--profile_dir", str(folder / "profiles"))
+    with nodes_in(folder, 2, *flags) as nodes:
         stages = TwoStages(nodes)
         nodes.wait_ready(stages.first)
         yield stages
@@ -71,6 +75,23 @@ def test_stages_on_two_nodes_give_the_text_of_one_rank(stages: TwoStages, of_one
     assert list(stages.other.processes()) == ["ls-worker-1"]  # no HTTP, no router
     stages.other.wait_for_log("node 1 of 2 is connected to node 0")
     assert "2, connected at 127.0.0.1:" in stages.first.log  # the banner
+
+
+@pytest.mark.long
+def test_a_profile_has_the_steps_of_all_nodes(stages: TwoStages) -> None:
+    stages.first.post("/start_profile", {"max_seconds": 60})
+    with clients_of(stages.first) as clients:
+        _ = [response.result() for response in clients.ask(sixteen()[:4])]
+    _, profile = stages.first.post("/stop_profile", {})
+    events = json.loads(gzip.decompress(Path(profile["path"]).read_bytes()))["traceEvents"]
+
+    assert profile["missing"] is None
+    here, there = (launches(events, f"model worker {rank}") for rank in range(2))
+    assert len(here) == len(there) > 50
+    of_torch = {one["pid"] for one in events if one["name"].startswith("aten::")}
+    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert {names[pid] for pid in of_torch} == {"model worker 0", "model worker 1"}
+    assert not list((stages.nodes.folder / "profiles").glob(".*"))  # no parts are left
 
 
 @pytest.mark.long

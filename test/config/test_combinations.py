@@ -225,7 +225,7 @@ def refusal(line: list[str]) -> str | None:
 # features that combine with all others: no row has them
 FREE = [
     Feature(name, lambda setup: "")
-    for name in ("more_than_two_ranks", "enable_rl", "latent_attention", "states", "windowed_pool")
+    for name in ("more_than_two_ranks", "enable_rl", "latent_attention", "profile_dir", "states", "windowed_pool")
 ]
 SERVER_FEATURES = [*(feature for feature in FEATURES if feature is not OFFLINE), *FREE]
 

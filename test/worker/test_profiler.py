@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightserve.common.device import device_named
 from lightserve.ipc.worker_calls import PROFILE
 from lightserve.messages.step import Step, StepResult, StepRow
-from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
+from lightserve.messages.worker_calls import ProfileChunk, ProfileCommand, ProfileResult
 from lightserve.router.workers.client import RpycModelClient
-from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
+from lightserve.worker.profiler import KINDS, DeviceTrace, WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer, handler
 from lightserve.worker.torch_trace import TorchTrace
 from test.waiting import DEADLINE_S
@@ -46,6 +48,15 @@ class FailingTrace:
         raise RuntimeError("no profiler")
 
     def stop(self, path: str) -> None: ...
+
+
+class WrittenTrace:
+    CONTENT = b"of a device" * 100
+
+    def start(self) -> None: ...
+
+    def stop(self, path: str) -> None:
+        Path(path).write_bytes(self.CONTENT)
 
 
 Scenario = Callable[[RpycModelClient], Awaitable[None]]
@@ -117,6 +128,25 @@ def test_steps_are_launched_as_before_when_no_profile_runs(tmp_path: Path) -> No
 
     assert before == profiler.launch(STEP) == worker._collect
     assert during != worker._collect
+
+
+def test_the_router_reads_the_files_of_another_node_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.worker.profiler.CHUNK_BYTES", 1000)
+    profiler = WorkerProfiler(3, Worker().launch, WrittenTrace(), folder=str(tmp_path))
+    for _ in range(2):  # the files of the first one are never read
+        profiler.run(ProfileCommand())
+        for _ in range(20):
+            profiler.launch(STEP)()
+        stopped = profiler.run(ProfileCommand("/folder/of/another/machine"))
+
+    chunks = list(iter(profiler.read, ProfileChunk()))
+
+    assert stopped == ProfileResult(num_unread=2)
+    content = {kind: b"".join(zlib.decompress(one.data) for one in chunks if one.kind == kind) for kind in KINDS}
+    assert len(json.loads(content["worker"])["traceEvents"]) == 41  # two for each step, and the name
+    assert content["device"] == WrittenTrace.CONTENT
+    assert len(chunks) > 3
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_profiler_that_fails_does_not_end_the_worker(tmp_path: Path) -> None:

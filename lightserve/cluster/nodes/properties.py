@@ -21,7 +21,8 @@ def node_properties(config: ServerConfig) -> dict[str, str]:
     source = resolve(worker.model_dir, needs_weights=False, trusts_code=worker.trust_remote_code)
     options = {f"--{spec.name}": getattr(worker, spec.name) for spec in fields(worker) if spec.name not in OWN_PATHS}
     options |= {f"--{name}": getattr(config.cluster, name) for name in OF_CLUSTER}
-    options |= {"--null_worker": config.launch.null_worker}
+    has_profiles = "off" if config.launch.profile_dir is None else "on"
+    options |= {"--null_worker": config.launch.null_worker, "--profile_dir": has_profiles}
     properties = {
         "LightServe": __version__,
         "torch": _version("torch"),

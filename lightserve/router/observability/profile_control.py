@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightserve.errors import WorkerCallError
 from lightserve.ipc.channel import Sender
-from lightserve.ipc.worker_calls import PROFILE, WorkerCaller
+from lightserve.ipc.worker_calls import PROFILE, READ_PROFILE, WorkerCaller
 from lightserve.messages.output import ProfileReply, ToDetokenization
 from lightserve.messages.request import StartProfile, StopProfile
-from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
+from lightserve.messages.worker_calls import ProfileChunk, ProfileCommand, ProfileResult
 from lightserve.router.observability.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.observability.request_tracks import add_request_tracks
 from lightserve.router.observability.timeline import TimelineRing
 from lightserve.router.step_loop import StepLoop
 from lightserve.utils.logger import init_logger
-from lightserve.utils.trace_recorder import TraceRecorder
+from lightserve.utils.trace_recorder import TraceRecorder, of_node
 
 logger = init_logger(__name__)
 
@@ -52,11 +55,13 @@ class ProfileControl:
         self._replies = replies
         self._queue: asyncio.Queue[StartProfile | StopProfile] = asyncio.Queue()
         self._profile: _Profile | None = None
+        self._node_of: Callable[[int], int] = lambda rank: 0
 
-    def enable(self, folder: str, workers: WorkerCaller) -> None:
-        """Call it again when the workers were replaced."""
+    def enable(self, folder: str, workers: WorkerCaller, node_of: Callable[[int], int] = lambda rank: 0) -> None:
+        """Call it again when the workers were replaced. ``node_of``: a rank."""
         self._folder = self._folder or ProfileFolder(folder)
         self._workers = workers
+        self._node_of = node_of
 
     def put(self, message: StartProfile | StopProfile) -> None:
         self._queue.put_nowait(message)
@@ -112,15 +117,40 @@ class ProfileControl:
         prefix = folder.part_prefix(profile.path)
         try:
             result = await workers.call(PROFILE, ProfileCommand(prefix), STOP_TIMEOUT_S) or LOST
+            remote_paths, remote_error = await self._read_from_nodes(workers, prefix) if result.num_unread else ([], "")
             add_request_tracks(profile.recorder, self._timelines.snapshots(), profile.started_s, time.monotonic())
             router_path = f"{prefix}-router.part"
             await asyncio.to_thread(profile.recorder.write, router_path)
-            error = await _merge(profile.path, [router_path, *result.paths])
+            error = await _merge(profile.path, [router_path, *result.paths, *remote_paths])
         finally:
             folder.remove_parts()
         if error:
             return ProfileReply(0, 500, f"the profile could not be written: {error}")
-        return ProfileReply(0, message=result.error, path=str(profile.path))
+        missing = "; ".join(filter(None, (result.error, remote_error)))
+        return ProfileReply(0, message=missing, path=str(profile.path))
+
+    async def _read_from_nodes(self, workers: WorkerCaller, prefix: str) -> tuple[list[str], str]:
+        """Copy the parts of ranks on other nodes to this one. Returns their paths, and what went wrong."""
+        paths: dict[str, None] = {}
+        while True:
+            try:
+                chunks = await workers.call(READ_PROFILE, None, STOP_TIMEOUT_S)
+            except WorkerCallError as error:  # a part that is not whole could not be joined
+                return [], str(error)
+            if chunks is None:
+                return [], LOST.error
+            of_ranks = [(rank, chunk) for rank, chunk in enumerate(chunks) if chunk.data]
+            if not of_ranks:
+                return list(paths), ""
+            for rank, chunk in of_ranks:
+                path = f"{prefix}-{chunk.kind}-{rank}{of_node(self._node_of(rank))}"
+                paths[path] = None
+                await asyncio.to_thread(_append, path, chunk)
+
+
+def _append(path: str, chunk: ProfileChunk) -> None:
+    with open(path, "ab") as file:
+        file.write(zlib.decompress(chunk.data))
 
 
 async def _merge(path: Path, parts: list[str]) -> str:

@@ -76,6 +76,26 @@ def rank_killed(start: Start) -> None:
     nodes.stop()
 
 
+def profiled_rank_killed(start: Start) -> None:
+    nodes = TwoNodes(start)
+    folder = ("--profile_dir", str(start.base / "profiles"))
+    nodes.launch(1, *folder)
+    nodes.launch(0, *folder)
+    start.check_serves(nodes.first)
+    assert nodes.first.post("/start_profile", {"max_seconds": 60})[0] == 200
+    streams = nodes.streams()
+    nodes.other.processes()["ls-worker-1"][0].kill()
+    nodes.check_same_text(streams)
+    status, profile = nodes.first.post("/stop_profile", {})
+    assert status == 200
+    assert "was started after the profile" in profile["missing"], profile
+    assert nodes.first.post("/start_profile", {"max_seconds": 60})[0] == 200
+    start.check_serves(nodes.first)
+    assert nodes.first.post("/stop_profile", {})[1]["missing"] is None
+    assert len(list((start.base / "profiles").iterdir())) == 2  # of both profiles, and no parts
+    nodes.stop()
+
+
 def node_killed(start: Start) -> None:
     nodes = TwoNodes(start)
     nodes.launch_both()
@@ -192,6 +212,12 @@ def strangers(start: Start) -> None:
 SAME_TEXT = "streams go on, same text"
 CASES = [
     StartCase("a rank on another node is killed", rank_killed, SAME_TEXT, RESTART_S),
+    StartCase(
+        "a rank on another node is killed during a profile",
+        profiled_rank_killed,
+        f"{SAME_TEXT}; the profile says what is missing",
+        RESTART_S,
+    ),
     StartCase("a node is killed and started again", node_killed, SAME_TEXT, RESTART_S),
     StartCase("a node is stopped, and goes on later", node_stopped, SAME_TEXT, RESTART_S),
     StartCase("node 0 is killed and started again", first_node_killed, "the other node serves it", RESTART_S),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import pytest
 from lightserve.ipc.worker_calls import PROFILE, WorkerCall
 from lightserve.messages.output import ProfileReply, RequestTimeline, TimelineEvent
 from lightserve.messages.request import StartProfile, StopProfile
-from lightserve.messages.worker_calls import ProfileCommand, ProfileResult
+from lightserve.messages.worker_calls import ProfileChunk, ProfileCommand, ProfileResult
 from lightserve.router.observability import profile_folder
 from lightserve.router.observability.profile_folder import ProfileFolder, ProfileFolderError
 from lightserve.router.observability.request_tracks import add_request_tracks
+from lightserve.tools.merge_profile import PIDS
 from lightserve.utils.trace_recorder import TraceRecorder
 from test.router.test_manager import Router, check, request
 from test.waiting import DEADLINE_S
@@ -50,6 +53,37 @@ class FakeWorkers:
         recorder.add("launch", time.monotonic(), time.monotonic())
         recorder.write(f"{prefix}-worker-0.part")
         return ProfileResult([f"{prefix}-worker-0.part"])
+
+
+class FakeNodes:
+    """Two workers, of which the second one is on another node. Its process has the same id as the first one."""
+
+    def __init__(self, folder: Path, num_answers: int = 100) -> None:
+        self._folder = folder
+        self._num_answers = num_answers  # then they are lost
+        self._pieces: list[bytes] = []
+
+    def call(self, call: WorkerCall[Any, Any], request: Any, timeout_s: float | None = None) -> asyncio.Future[Any]:
+        self._num_answers -= 1
+        result = asyncio.get_running_loop().create_future()
+        reply = self._profile(request) if call is PROFILE else self._next_chunks()
+        result.set_result(reply if self._num_answers >= 0 else None)
+        return result
+
+    def _profile(self, command: ProfileCommand) -> ProfileResult:
+        if command.prefix is None:
+            return ProfileResult()
+        for rank in range(2):
+            recorder = TraceRecorder(f"model worker {rank}")
+            recorder.add("launch", time.monotonic(), time.monotonic())
+            recorder.write(str(self._folder / f"{rank}"))
+        content = (self._folder / "1").read_bytes()
+        self._pieces = [content[:30], content[30:]]
+        return ProfileResult([str(self._folder / "0")], num_unread=1)
+
+    def _next_chunks(self) -> list[ProfileChunk]:
+        remote = ProfileChunk(zlib.compress(self._pieces.pop(0))) if self._pieces else ProfileChunk()
+        return [ProfileChunk(), remote]
 
 
 async def ask(router: Router, message: StartProfile | StopProfile) -> ProfileReply:
@@ -85,6 +119,42 @@ def test_a_profile_has_the_router_the_worker_and_the_requests(tmp_path: Path) ->
         assert spans.count("chunk of 64") == spans.count("chunk of 6") == 1
         assert "request mine (5)" in [one["args"]["name"] for one in events if one["name"] == "thread_name"]
         assert router.manager.steps.recorder is None
+
+    check(scenario, tmp_path)
+
+
+def test_parts_of_other_nodes_are_brought_here_and_their_processes_are_others(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+
+    async def scenario(router: Router) -> None:
+        router.manager.profiles.enable(str(folder), FakeNodes(tmp_path), node_of=lambda rank: rank)
+        await ask(router, StartProfile(1, HOUR_S))
+        stopped = await ask(router, StopProfile(2))
+
+        assert (stopped.status, stopped.message) == (200, "")
+        assert list(folder.iterdir()) == [Path(stopped.path)]
+        events = events_of(stopped.path)
+        pids = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
+        assert pids["model worker 0"] == os.getpid()
+        assert pids["model worker 1"] == PIDS + os.getpid()
+        assert [one["pid"] for one in events if one["name"] == "launch"] == [os.getpid(), PIDS + os.getpid()]
+
+    check(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("num_answers", [2, 3])
+def test_parts_of_nodes_that_are_lost_meanwhile_are_missing_and_the_others_are_not(
+    num_answers: int, tmp_path: Path
+) -> None:
+    async def scenario(router: Router) -> None:
+        router.manager.profiles.enable(str(tmp_path / "profiles"), FakeNodes(tmp_path, num_answers))
+        await ask(router, StartProfile(1, HOUR_S))
+        stopped = await ask(router, StopProfile(2))
+
+        assert (stopped.status, stopped.message) == (200, "the model workers were lost")
+        names = [one["args"]["name"] for one in events_of(stopped.path) if one["name"] == "process_name"]
+        assert "model worker 0" in names
+        assert "model worker 1" not in names
 
     check(scenario, tmp_path)
 
