@@ -247,6 +247,28 @@ def test_areals_calls_in_their_order(server: ServerProcess, folders: dict[str, P
     trainer.close()
 
 
+def test_the_calls_of_verls_http_adapter(server: ServerProcess, folders: dict[str, Path]) -> None:
+    """It leaves out what is None, and sends an empty ``rid`` to abort all."""
+    ok(server, "/update_weights_from_disk", {"model_path": "first"})
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        assert server.post(path, {"tags": ["kv_cache"]}) == (200, None)
+    with urllib.request.urlopen(f"{server.url}/flush_cache") as flushed:
+        assert flushed.status == 200
+    assert [model["id"] for model in get(server, "/v1/models")["data"]] == ["first"]
+    sampling = {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": -1, "max_new_tokens": 6, "repetition_penalty": 1.0}
+    asked = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+
+    entries = ok(server, "/generate", asked)["meta_info"]["output_token_logprobs"]
+
+    ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    assert_sampled_from(folders["first"], PROMPT, ids, logprobs, TEMPERATURE)
+    assert server.post("/abort_request", {"rid": "", "abort_all": True})[0] == 200
+    pickled = {"serialized_named_tensors": ["cGlja2xl"], "load_format": None, "flush_cache": False}
+    status, reply = server.post("/update_weights_from_tensor", pickled)
+    assert status == 400
+    assert "sends pickled tensors" in reply["error"]["message"]
+
+
 # their own classes
 
 
@@ -308,3 +330,14 @@ def test_areals_own_backend_class(server: ServerProcess, folders: dict[str, Path
     best = logprobs_of(folders["second"], PROMPT + results["ids"], 1.0).argmax(-1)
     assert results["ids"] == best[len(PROMPT) - 1 : -1].tolist()
     assert (len(results["logprobs"]), results["why"]) == (6, "length")
+
+
+@pytest.mark.long
+def test_verls_own_http_adapter(server: ServerProcess, folders: dict[str, Path]) -> None:
+    results = run_client("verl", server, folders["second"])
+
+    assert results["updated"]["success"]
+    assert "400" in results["pickled"]
+    assert results["models"]["data"]
+    ids, logprobs = results["ids"], [entry[0] for entry in results["logprobs"]]
+    assert_sampled_from(folders["second"], PROMPT, ids, logprobs, 1.0)
