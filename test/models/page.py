@@ -217,7 +217,7 @@ NOTES = """\
   `mlp_bias` are refused.
 - `bitnet`: Microsoft's checkpoints round weights and inputs in every product, which their
   `quantization_config` says. They are refused.
-- Models with recurrent layers: drafts are refused together with `--pp` and with `--deterministic`.
+- Models with recurrent layers: drafts are refused together with `--deterministic`.
   A cached prefix is continued where a state was kept: see [Recurrent states](scheduling.md#recurrent-states).
 - `mimo_v2_flash`: the KV cache stores values as wide as keys, 192 numbers instead of 128, which takes
   a fifth more memory.
