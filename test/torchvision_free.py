@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers.image_utils import SizeDict
 
 OF_TORCHVISION = ("torchvision", "image_processing_backends")  # modules that are not imported
 DECORATORS = ("auto_docstring",)  # which read the source of the module
@@ -21,6 +22,8 @@ DECORATORS = ("auto_docstring",)  # which read the source of the module
 class PillowBackend:
     """What a processor inherits from the class with torchvision."""
 
+    rescale_factor = 1 / 255
+
     def __init__(self, **kwargs: Any) -> None:
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -28,6 +31,7 @@ class PillowBackend:
     def __call__(self, images: Sequence[Image.Image], return_tensors: str = "pt", **kwargs: Any) -> Any:
         given = {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_")}
         options = {name: value for name, value in {**given, **vars(self)}.items() if not callable(value)}
+        options["size"] = SizeDict(**options["size"])
         tensors = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
         process: Any = getattr(self, "_preprocess")  # noqa: B009  # of the processor
         return process(tensors, **{**options, **kwargs, "return_tensors": return_tensors, "disable_grouping": True})
@@ -39,6 +43,10 @@ class PillowBackend:
         found = torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) for each in out])
         return found.view(*image.shape[:-2], size.height, size.width)
 
+    def pad(self, image: Tensor, pad_size: Any) -> Tensor:
+        height, width = image.shape[-2:]
+        return torch.nn.functional.pad(image, (0, pad_size.width - width, 0, pad_size.height - height))
+
     def rescale_and_normalize(
         self, image: Tensor, do_rescale: bool, factor: float, do_normalize: bool, *colors: Sequence[float]
     ) -> Tensor:
@@ -49,13 +57,13 @@ class PillowBackend:
 class _Loader(SourceFileLoader):
     """Of a module without what needs torchvision."""
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:  # type: ignore[override]
         tree = ast.parse(data)
         tree.body = [node for node in tree.body if not _imports_torchvision(node)]
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 node.decorator_list = [each for each in node.decorator_list if ast.unparse(each) not in DECORATORS]
-        return super().source_to_code(tree, path, _optimize=_optimize)  # type: ignore[arg-type]
+        return super().source_to_code(tree, path, _optimize=_optimize)
 
     def get_code(self, fullname: str) -> Any:
         """Not that of a cache."""

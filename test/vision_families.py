@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -79,6 +80,13 @@ GLM_VISION = {
     "intermediate_size": 40,
     "image_size": 84,
 }
+KIMI_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+}
 GEMMA4_TEXT: dict[str, Any] = {
     **TEXT,
     "num_hidden_layers": 3,
@@ -125,7 +133,12 @@ class VisionFamily:
         if "image_grid_thw" in values:
             counts = values["image_grid_thw"].prod(-1).tolist()
             grids = values["image_grid_thw"][:, 1:].tolist()
-            return [_merged(*of_image) for of_image in zip(pixels.split(counts), grids, strict=True)]
+            of_images = zip(pixels.split_with_sizes(counts), grids, strict=True)
+            if self.model_type == "kimi_k25":  # patches have the colors first
+                return [
+                    _assembled(each.permute(0, 2, 3, 1), grid, self.files["patch_size"]) for each, grid in of_images
+                ]
+            return [_merged(*of_image) for of_image in of_images]
         if "spatial_shapes" in values:
             grids = [grid.tolist() for grid in values["spatial_shapes"]]
             patch = int(self.files["encoder_patch_size"])
@@ -373,6 +386,31 @@ FAMILIES = {
         SiglipImageProcessorPil,
         fields={"projection_dim": HIDDEN},
     ),
+    "kimi_k25": VisionFamily(
+        "kimi_k25",
+        {
+            **{key: value for key, value in TEXT.items() if key != "head_dim"},
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 14,
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        {**KIMI_VISION, "pos_emb_height": 5, "pos_emb_width": 5},
+        {**COLORS, "patch_size": 8, "max_patches": 160, "size": {"max_height": 20, "max_width": 20}},
+        load_processor("kimi_k25", "Kimi_K25ImageProcessor"),
+        "<|media_pad|>",
+        ("<|media_begin|>", "<|media_pad|>", "<|media_end|>"),
+        {"projection_hidden_size": 32},
+    ),
     "lfm2_vl": VisionFamily(
         "lfm2_vl",
         {
@@ -447,10 +485,18 @@ def save_family(folder: Path, name: str) -> Any:
     with torch.no_grad():  # a text never has the tokens of images
         model.lm_head.weight[VOCAB_SIZE:] = 0
     model.save_pretrained(folder)
+    if family.model_type == "kimi_k25":
+        name_as_published(folder / "model.safetensors")
     save_tokenizer(folder, family)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.files))
     (folder / "generation_config.json").unlink(missing_ok=True)
     return model
+
+
+def name_as_published(file: Path) -> None:
+    """transformers 5.22 saves the layers of Kimi's language model under another name."""
+    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def save_tokenizer(folder: Path, family: VisionFamily) -> None:

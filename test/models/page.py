@@ -88,7 +88,7 @@ FAMILIES = {
     "internvl": "InternVL 2.5, 3 (transformers' format), with images",
     "jais2": "Jais 2",
     "kimi_k2": "Kimi K2",
-    "kimi_k25": "Kimi K2.5, K2.6, text only",
+    "kimi_k25": "Kimi K2.5, K2.6, with images",
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM 2, 2.5",
     "lfm2_vl": "LFM 2 VL, 2.5 VL, with images",

@@ -14,11 +14,11 @@ from PIL import Image
 from lightserve.errors import ModelFilesError
 from lightserve.media.layout import ImageLayout, read_layout
 from lightserve.media.sizes import ImageHeader, ImageSize
-from lightserve.model_files.config.images import pair_around, read_image_files
+from lightserve.model_files.config.images import pair_around, placeholder_of, read_image_files
 from lightserve.model_files.source import resolve
 from lightserve.vision.load import load_tower
 from lightserve.vision.tower import ImageTiles
-from test.vision_families import END, FAMILIES, START, features, save_family
+from test.vision_families import END, FAMILIES, PAD, START, features, save_family
 
 SIZES = [(32, 32), (90, 200), (300, 140), (64, 47), (23, 111)]
 
@@ -119,3 +119,30 @@ def test_images_of_glm_stand_between_two_tokens(tmp_path: Path) -> None:
     save_family(tmp_path, "glm4v")
 
     assert pair_around(resolve(str(tmp_path))) == (START, END)
+
+
+def test_files_of_kimi_are_read_as_published(tmp_path: Path) -> None:
+    """The names of fields that transformers gives others when it saves them."""
+    save_family(tmp_path, "kimi_k25")
+    source = resolve(str(tmp_path))
+    layout = layout_of(tmp_path)
+    inputs = [decoded(layout, noise(*shape))[0] for shape in SIZES]
+    expected = load_tower(source, layout, True, torch.float32, torch.device("cpu")).encode(inputs)
+    config, files = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "preprocessor_config.json"))
+    vision = config["vision_config"]
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        vision[f"vt_{name}"] = vision.pop(name)
+    for name in ("pos_emb_height", "pos_emb_width"):
+        vision[f"init_{name}"] = vision.pop(name)
+    config["media_placeholder_token_id"] = config.pop("image_token_id")
+    limits = {"in_patch_limit": files.pop("max_patches"), "patch_limit_on_one_side": files.pop("size")["max_height"]}
+    published = {"media_proc_cfg": {**files, **limits, "merge_kernel_size": 2, "fixed_output_tokens": None}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(published))
+
+    again = layout_of(tmp_path)
+    found = load_tower(source, again, True, torch.float32, torch.device("cpu")).encode(inputs)
+
+    assert again == layout
+    assert placeholder_of(source) == PAD
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

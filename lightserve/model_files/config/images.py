@@ -54,6 +54,7 @@ FAMILIES = {
     "internvl": VisionFamily(
         "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"
     ),
+    "kimi_k25": VisionFamily("lightserve.media.layouts.kimi_k25:KimiImages", "lightserve.vision.kimi_k25:KimiTower"),
     "lfm2_vl": VisionFamily("lightserve.media.layouts.lfm2_vl:Lfm2VlImages", "lightserve.vision.lfm2_vl:Lfm2VlTower"),
     "llava": _LLAVA,
     "llava_next": _ANYRES,
@@ -171,7 +172,8 @@ def placeholder_of(source: ModelSource) -> int:
     """The token id that stands for an image or a sound in a prompt."""
     hf = source.hf_config()
     kind = "audio" if reads_sounds(hf) else "image"
-    token_id = hf.get(f"{kind}_token_id", hf.get(f"{kind}_token_index"))
+    names = (f"{kind}_token_id", f"{kind}_token_index", "media_placeholder_token_id")  # the last one of Kimi K2.5
+    token_id = next((hf[name] for name in names if hf.get(name) is not None), None)
     if not isinstance(token_id, int):
         raise ModelFilesError(f"{source.path}: config.json has no {kind}_token_id; fetch it again")
     return token_id
