@@ -16,11 +16,7 @@ from lightserve.messages.params import GenerationParams
 if TYPE_CHECKING:
     from lightserve.offline.llm import LLM
 
-# an LLM has one group of requests and no KV tiers
-OF_THE_SERVER = (
-    *("enable_dp_attention", "attention_dp"),
-    *("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote"),
-)
+OF_THE_SERVER = ("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote")  # an LLM has no KV tiers
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
 

@@ -27,7 +27,7 @@ from lightserve.router.chunk_boundaries import why_undivided
 from lightserve.router.images.image_waits import ImageFailed, ImageWaits
 from lightserve.router.images.sight import PromptSight
 from lightserve.router.req import Req
-from lightserve.router.scheduler import GroupScheduler
+from lightserve.router.scheduler import GroupScheduler, Scheduler
 from lightserve.server.images import open_arena, with_images
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class OfflineImages:
         self._to_encode: deque[EncodeImage] = deque()
         self._waits = ImageWaits(lambda encoder, generation: self._to_encode.append)
 
-    def use_scheduler(self, group: GroupScheduler) -> None:
-        group.enable_images(self._waits)
+    def use_scheduler(self, scheduler: Scheduler) -> None:
+        for group in scheduler.groups:
+            group.enable_images(self._waits)
         self._waits.start_encoder(EncoderStarted(0, self._encoder.num_rows))
 
     def prompt_of(self, text: str | Sequence[int], images: Sequence[Any], encode: Encode | None = None) -> ImagePrompt:

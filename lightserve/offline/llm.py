@@ -10,6 +10,7 @@ from typing import Any, overload
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import InvalidRequestError, PromptTooLongError, TextOnlyError
 from lightserve.media.tokens import room_for_tokens, with_image_ids
+from lightserve.messages.control import EngineInfo
 from lightserve.messages.int_arrays import int32s
 from lightserve.messages.params import GenerationParams
 from lightserve.messages.worker_calls import LoraLoad
@@ -31,7 +32,7 @@ from lightserve.router.images.image_waits import without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
-from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, make_limits
+from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.utils.logger import init_logger
 from lightserve.worker.select import served_pooling
@@ -73,16 +74,19 @@ class LLM(PoolingMethods):
         ranks = start_ranks(self.config, source, images)
         engine = ranks.engine
         limits = make_limits(self.config, RouterConfig(), engine.step_limits, engine.pooling)
-        tokens = engine.max_total_token_num
-        pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
-        scheduler = Scheduler(GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras)))
+        scheduler = Scheduler(*(self._new_group(engine, limits) for _ in range(self.config.num_groups)))
         if images is not None:
-            images.use_scheduler(scheduler.only_group)
+            images.use_scheduler(scheduler)
         super().__init__(ranks, scheduler, tokenizer, images)
         self.eos_token_ids = engine.eos_token_ids
         self.pooling = served_pooling(self.config, source)
         self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._ids = itertools.count()
+
+    def _new_group(self, engine: EngineInfo, limits: SchedulerLimits) -> GroupScheduler:
+        tokens = engine.max_total_token_num
+        pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
+        return GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -240,7 +244,8 @@ class LLM(PoolingMethods):
             if loaded.error:
                 raise InvalidRequestError(f"the adapter {lora!r} cannot be used: {loaded.error}", "lora")
             self._adapters[folder] = lora_id
-            self._scheduler.only_group.loras.loaded.add(lora_id)
+            for group in self._scheduler.groups:
+                group.loras.loaded.add(lora_id)
         return self._adapters[folder]
 
     def _request(self, prompt: Any, params: GenerationParams) -> Req:
@@ -256,7 +261,7 @@ class LLM(PoolingMethods):
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
         prompt_ids = with_image_ids(int32s(ids), images)
         req = Req(next(self._ids), prompt_ids, params, max_new_tokens, self.eos_token_ids, images=images)
-        return apply_sight(req, self._engine, self._scheduler.only_group)
+        return apply_sight(req, self._engine, self._scheduler.groups[0])
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
         vocab_size = self._engine.vocab_size

@@ -37,8 +37,10 @@ class RankProcesses:
         self._host = _RankHost(config, arena_fd)
         self._end = weakref.finalize(self, self._host.stop)  # also when the interpreter exits
         self._num_ranks = config.worker.num_ranks
-        self._known: set[int] = set()  # requests that the ranks have
-        self._forgotten: list[int] = []  # those that the next step frees, because the router does not know them
+        num_groups = config.worker.num_groups
+        self._known: list[set[int]] = [set() for _ in range(num_groups)]  # requests that the ranks have, by group
+        # by group: those that the next step frees, because the scheduler does not know them
+        self._forgotten: list[list[int]] = [[] for _ in range(num_groups)]
         try:
             self.engine = self._host.start()
         except BaseException:
@@ -50,17 +52,22 @@ class RankProcesses:
         raise ServerError(f"the model is in {self._num_ranks} other processes")
 
     def launch(self, step: Step) -> GetResult:
-        self._known.update(new.req_id for new in step.new)
-        self._known.difference_update(step.free)
-        if self._forgotten:
-            step = msgspec.structs.replace(step, free=[*self._forgotten, *step.free])
-            self._forgotten = []
+        steps = [self._with_forgotten(group, of_group) for group, of_group in enumerate(step.groups or [step])]
+        self._forgotten = [[] for _ in self._known]
+        step = msgspec.structs.replace(step, groups=steps) if step.groups else steps[0]
         return self._host.send(step).result
+
+    def _with_forgotten(self, group: int, step: Step) -> Step:
+        known, forgotten = self._known[group], self._forgotten[group]
+        known.update(new.req_id for new in step.new)
+        known.difference_update(step.free)
+        return msgspec.structs.replace(step, free=[*forgotten, *step.free]) if forgotten else step
 
     def reset(self) -> None:
         """Steps in flight end before the next one begins."""
-        self._forgotten += self._known
-        self._known.clear()
+        for known, forgotten in zip(self._known, self._forgotten, strict=True):
+            forgotten += known
+            known.clear()
 
     def load_adapter(self, adapter: LoraLoad) -> LoraLoaded:
         return self._host.load_adapter(adapter)

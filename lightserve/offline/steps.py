@@ -73,7 +73,7 @@ class OfflineSteps:
         for i, req in enumerate(requests):
             self._open[req.req_id] = _OpenStream(i, ReqText(decoder, req.params.text), outs)
             if self._images is not None:
-                self._images.enter(req, self._scheduler.only_group.pool.cached_len(req))
+                self._images.enter(req, max(group.pool.cached_len(req) for group in self._scheduler.groups))
             self._scheduler.add(req)
         pending = len(requests)
         try:

@@ -273,10 +273,6 @@ def test_a_server_without_flags_has_no_conflict(folder: Path, model: str) -> Non
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        (
-            {"tp": 2, "ep": 2, "enable_dp_attention": True},
-            "--enable_dp_attention cannot be used with LLM(): it has one group of requests; use --tp and --ep alone",
-        ),
         ({"kv_ram_gb": 1.0}, "--kv_ram_gb 1 cannot be used with LLM(): it has the KV pool only; start a server, which"),
         (
             {"max_windowed_token_num": 9},
