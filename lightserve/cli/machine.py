@@ -100,14 +100,17 @@ def check_gpu(port: int) -> Finding:
 
 def _device_of_package() -> Finding | None:
     """What a server takes by itself, of the devices that other packages bring."""
-    from lightserve.common.device import pick_device  # imports torch
+    from lightserve.common.device import pick_device, unusable_packages  # imports torch
 
     platform = pick_device()
     if platform.name == "cpu":
-        return None
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in unusable_packages().items())
+        return Finding("none usable; the CPU computes", reasons) if reasons else None
     device = platform.torch_device(0)
     described = platform.describe(device)
-    return Finding(f"{platform.name}: {platform.profile(device).name}{f', {described}' if described else ''}")
+    text = f"{platform.name}: {platform.profile(device).name}{f', {described}' if described else ''}"
+    problem = None if platform.driver is None else platform.driver.problem(device)
+    return Finding(text) if problem is None else Finding(text, f"{platform.name}: {problem}", is_fatal=True)
 
 
 def check_triton(port: int) -> Finding:

@@ -18,6 +18,7 @@ from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.links.kv_secret import read_kv_certificate, read_kv_secret
 from lightserve.messages.control import StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
+from lightserve.utils.logger import init_logger
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.call_handlers import call_handlers
 from lightserve.worker.rpc import Launch, StepServer
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from lightserve.common.device import Device
     from lightserve.common.parallel import Parallel
     from lightserve.worker.profiler import WorkerProfiler
+
+logger = init_logger(__name__)
 
 STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
 
@@ -37,11 +40,15 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     compilers_path = child_config.engine_path(f"compiler-{child_config.index}-{child_config.generation}")
     with compilers_for(config.device, compilers_path):
         with _phase(launcher, "import torch"):
-            from lightserve.common.device import pick_device
+            from lightserve.common.device import check_driver, pick_device, unusable_packages
             from lightserve.worker.engine_info import engine_info
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
+        if config.device is None and platform.name == "cpu" and child_config.index == 0:
+            for name, reason in unusable_packages().items():
+                logger.warning("device %s is installed and not used: %s; serving on the CPU", name, reason)
+        check_driver(platform, platform.torch_device(child_config.device))
         platform.num_parts = child_config.config.num_cpu_parts
         if child_config.encoder_fd is not None:
             platform.wait_for_others = partial(_wait_closed, child_config.encoder_fd)

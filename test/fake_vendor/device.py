@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from lightserve.common.device import API_VERSION, Device, GraphRanges, Graphs, P
 from lightserve.common.device.base import CopyPart, Wait
 from lightserve.messages.control import StepLimits
 from lightserve.utils.memory import free_ram
+from test.fake_vendor.driver import MISSING, FakeDriver, allocate
 from test.fake_vendor.events import VARIABLE, record
 from test.fake_vendor.no_cuda import forbid_cuda
 from test.fake_vendor.ops import BACKEND
@@ -58,9 +60,10 @@ class FakeDevice(Device):
     pipeline_depth = 2
     launches_async = False
     step_timeout_s = 600.0
+    driver = FakeDriver()
 
     def unavailable_reason(self) -> str | None:
-        return None
+        return os.environ.get(MISSING)
 
     def torch_device(self, index: int) -> torch.device:
         return torch.device("cpu")
@@ -89,6 +92,7 @@ class FakeDevice(Device):
         return torch.from_numpy(array).clone()
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        allocate(math.prod(shape) * dtype.itemsize)
         return torch.empty(tuple(shape), dtype=dtype)
 
     def copy_to_host(self, *tensors: Tensor) -> FakeAsyncCopy:

@@ -10,18 +10,28 @@ from lightserve.common.device.base import (
     API_VERSION,
     AsyncCopy,
     Device,
+    Driver,
     Event,
     Graphs,
     MappedMemory,
     MemoryMapper,
     Streams,
+    check_driver,
     check_head_dim,
     in_host_memory,
     shown_name,
 )
 from lightserve.common.device.memory import explain_out_of_memory
 from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
-from lightserve.common.device.registry import copy_to_host, device_named, device_of, host_memory, pick_device, to_device
+from lightserve.common.device.registry import (
+    copy_to_host,
+    device_named,
+    device_of,
+    host_memory,
+    pick_device,
+    to_device,
+    unusable_packages,
+)
 from lightserve.common.ops import DeviceTraits
 
 __all__ = [
@@ -31,6 +41,7 @@ __all__ = [
     "AsyncCopy",
     "Device",
     "DeviceTraits",
+    "Driver",
     "Event",
     "GraphRanges",
     "Graphs",
@@ -38,6 +49,7 @@ __all__ = [
     "MemoryMapper",
     "Profile",
     "Streams",
+    "check_driver",
     "check_head_dim",
     "copy_to_host",
     "device_named",
@@ -48,4 +60,5 @@ __all__ = [
     "pick_device",
     "shown_name",
     "to_device",
+    "unusable_packages",
 ]

@@ -124,6 +124,22 @@ class MemoryMapper(Protocol):
     def take(self, num_bytes: int, device: torch.device) -> MappedMemory: ...
 
 
+class Driver(Protocol):
+    """What the driver of a kind of device says, in its own words."""
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why ``device`` cannot serve now, with a remedy: a driver that is too old, memory that others hold.
+
+        None if it can. Called before anything loads, perhaps more than once.
+        """
+
+    def out_of_memory(self, error: RuntimeError) -> str | None:
+        """Which memory did not suffice, if ``error`` says so; None: it is another error.
+
+        ``torch.OutOfMemoryError`` is known anyway.
+        """
+
+
 class Graphs(Protocol[Key, Result]):
     """A function ``f(inputs, key)`` whose launches are captured once for each key and replayed later."""
 
@@ -161,6 +177,7 @@ class Device(ABC):
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     memory_mapper: ClassVar[MemoryMapper | None] = None  # for memory whose addresses stay; None: there is none
+    driver: ClassVar[Driver | None] = None  # which says what is wrong with it; None: torch says it
     caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
     # lengths that use every code path. Triton compiles a kernel for 1, one for multiples of 16, one for other lengths
     warm_up_prompts: ClassVar[tuple[int, ...]] = (16, 7, 100, 1)
@@ -199,6 +216,7 @@ class Device(ABC):
         those of other packages, which are preferred to the device's.
         """
         global _bound
+        check_driver(self, device)
         load_ops(f"device {self.name}", partial(import_module, self.ops_module))
         if not ops.has_backend(self.ops_backend):
             raise ServerError(f"device {self.name}: {self.ops_module} implements no op for {self.ops_backend!r}")
@@ -318,6 +336,13 @@ def in_host_memory(platform: Device, array: np.ndarray) -> Tensor:
 def shown_name(platform: Device) -> str:
     """With what an operator should know before trusting it."""
     return f"{platform.name} ({platform.caution})" if platform.caution else platform.name
+
+
+def check_driver(platform: Device, device: torch.device) -> None:
+    """Refuse a device whose driver says that it cannot serve. Called before anything loads."""
+    problem = None if platform.driver is None else platform.driver.problem(device)
+    if problem is not None:
+        raise ServerError(f"device {platform.name}, {device}: {problem}")
 
 
 def check_head_dim(platform: Device, head_dim: int) -> None:

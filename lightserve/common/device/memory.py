@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lightserve.common.device.base import bound_device
 from lightserve.errors import ServerError
 
 # Torch has no class of its own for a failed allocation on a CPU. On x86 it says "can't allocate memory", on ARM "not
@@ -20,11 +21,15 @@ def explain_out_of_memory(remedy: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        reason = out_of_memory_reason(error)
+        if reason is None:
             raise
-        reason = str(error).splitlines()[0]
         raise ServerError(f"not enough memory ({reason}); {remedy}") from error
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MESSAGES)
+def out_of_memory_reason(error: RuntimeError) -> str | None:
+    """None: ``error`` is another one."""
+    if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MESSAGES):
+        return str(error).splitlines()[0]
+    platform = bound_device()
+    return None if platform is None or platform.driver is None else platform.driver.out_of_memory(error)

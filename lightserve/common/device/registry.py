@@ -50,6 +50,12 @@ def pick_device(name: str | None = None) -> Device:
     return device
 
 
+def unusable_packages() -> dict[str, str]:
+    """The devices of other packages that this machine cannot use, and why. All are loaded, as to pick the CPU."""
+    reasons = {name: _loaded(name).unavailable_reason() for name in _entry_points()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def device_of(device: torch.device) -> Device:
     """The ``Device`` of a torch device: that of this process, or one with such tensors."""
     bound = bound_device()
