@@ -17,7 +17,7 @@ from lightserve.errors import OptionError
 from lightserve.media.layouts.tiles import TiledImages
 from lightserve.media.sizes import ImageHeader
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.idefics3 import Idefics3Tower
+from lightserve.vision.families.idefics3 import Idefics3Tower
 from lightserve.vision.tower import ImageTiles
 from test.tiled_model import FILES, IMAGE, TEXT, VISION, processed
 

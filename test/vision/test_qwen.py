@@ -17,7 +17,7 @@ from lightserve.media.image_file import resized
 from lightserve.media.layouts.qwen import BICUBIC, QwenImages
 from lightserve.media.sizes import ImageHeader
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.qwen import QwenTower, QwenVision, patches_of
+from lightserve.vision.families.qwen import QwenTower, QwenVision, patches_of
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 FILES = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 60, "image_mean": MEAN, "image_std": STD}

@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from lightserve.media.layouts.qwen import QwenImages
 from lightserve.media.sizes import ImageHeader
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.qwen3 import Qwen3Tower
+from lightserve.vision.families.qwen3 import Qwen3Tower
 from lightserve.vision.tower import ImageTiles
 from test.vision_model import QWEN3_FILES, VISION
 

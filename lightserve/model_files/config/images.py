@@ -27,40 +27,44 @@ class VisionFamily(NamedTuple):
     sees_if_stated: bool = False  # the sight is that of models whose use_bidirectional_attention is "vision"
 
 
-_LLAVA = VisionFamily("lightserve.media.layouts.square:LlavaImages", "lightserve.vision.square:LlavaTower")
-_ANYRES = VisionFamily("lightserve.media.layouts.anyres:AnyresImages", "lightserve.vision.anyres:AnyresTower")
+_LLAVA = VisionFamily("lightserve.media.layouts.square:LlavaImages", "lightserve.vision.families.square:LlavaTower")
+_ANYRES = VisionFamily("lightserve.media.layouts.anyres:AnyresImages", "lightserve.vision.families.anyres:AnyresTower")
 _GEMMA3 = VisionFamily(
-    "lightserve.media.layouts.gemma3:Gemma3Images", "lightserve.vision.square:Gemma3Tower", Sight.IMAGE
+    "lightserve.media.layouts.gemma3:Gemma3Images", "lightserve.vision.families.square:Gemma3Tower", Sight.IMAGE
 )
 _GEMMA4 = "lightserve.media.layouts.gemma4:Gemma4Images"
-_GLM4V = VisionFamily("lightserve.media.layouts.glm4v:Glm4vImages", "lightserve.vision.glm4v:Glm4vTower")
+_GLM4V = VisionFamily("lightserve.media.layouts.glm4v:Glm4vImages", "lightserve.vision.families.glm4v:Glm4vTower")
 _PALIGEMMA = VisionFamily(
-    "lightserve.media.layouts.square:PaliGemmaImages", "lightserve.vision.square:PaliGemmaTower", Sight.PROMPT
+    "lightserve.media.layouts.square:PaliGemmaImages", "lightserve.vision.families.square:PaliGemmaTower", Sight.PROMPT
 )
-_QWEN = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.qwen:QwenTower")
-_QWEN3 = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.qwen3:Qwen3Tower")
-_TILED = VisionFamily("lightserve.media.layouts.tiles:TiledImages", "lightserve.vision.idefics3:Idefics3Tower")
+_QWEN = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.families.qwen:QwenTower")
+_QWEN3 = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.families.qwen3:Qwen3Tower")
+_TILED = VisionFamily("lightserve.media.layouts.tiles:TiledImages", "lightserve.vision.families.idefics3:Idefics3Tower")
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
     "gemma3": _GEMMA3,
-    "gemma4": VisionFamily(_GEMMA4, "lightserve.vision.gemma4:Gemma4Tower", Sight.IMAGE, sees_if_stated=True),
+    "gemma4": VisionFamily(_GEMMA4, "lightserve.vision.families.gemma4:Gemma4Tower", Sight.IMAGE, sees_if_stated=True),
     "gemma4_unified": VisionFamily(
-        _GEMMA4, "lightserve.vision.gemma4_unified:Gemma4UnifiedTower", Sight.IMAGE, sees_if_stated=True
+        _GEMMA4, "lightserve.vision.families.gemma4_unified:Gemma4UnifiedTower", Sight.IMAGE, sees_if_stated=True
     ),
     "glm46v": _GLM4V,
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
     "idefics3": _TILED,
     "internvl": VisionFamily(
-        "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.internvl:InternVLTower"
+        "lightserve.media.layouts.internvl:InternVLImages", "lightserve.vision.families.internvl:InternVLTower"
     ),
-    "kimi_k25": VisionFamily("lightserve.media.layouts.kimi_k25:KimiImages", "lightserve.vision.kimi_k25:KimiTower"),
-    "lfm2_vl": VisionFamily("lightserve.media.layouts.lfm2_vl:Lfm2VlImages", "lightserve.vision.lfm2_vl:Lfm2VlTower"),
+    "kimi_k25": VisionFamily(
+        "lightserve.media.layouts.kimi_k25:KimiImages", "lightserve.vision.families.kimi_k25:KimiTower"
+    ),
+    "lfm2_vl": VisionFamily(
+        "lightserve.media.layouts.lfm2_vl:Lfm2VlImages", "lightserve.vision.families.lfm2_vl:Lfm2VlTower"
+    ),
     "llava": _LLAVA,
     "llava_next": _ANYRES,
     "llava_onevision": _ANYRES,
     "mistral3": VisionFamily(
-        "lightserve.media.layouts.pixtral:PixtralImages", "lightserve.vision.pixtral:PixtralTower"
+        "lightserve.media.layouts.pixtral:PixtralImages", "lightserve.vision.families.pixtral:PixtralTower"
     ),
     "paligemma": _PALIGEMMA,
     "qwen2_5_vl": _QWEN,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightserve.media.layout import ImageLayout
 from lightserve.media.layouts.square import SquareImages
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.pixtral import PixtralTower
+from lightserve.vision.families.pixtral import PixtralTower
 from lightserve.vision.tower import ImageTiles, LinearProjector, VisionTower, split_rows
 from lightserve.vision.vit import CLIP, SIGLIP, Vit, VitConfig, activation, patches_of
 

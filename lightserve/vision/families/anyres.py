@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightserve.media.layout import ImageLayout
 from lightserve.media.layouts.anyres import AnyresImages, Grid
 from lightserve.model_files.config.images import ImageFiles
-from lightserve.vision.square import LlavaProjector, LlavaTower, llava_parts
+from lightserve.vision.families.square import LlavaProjector, LlavaTower, llava_parts
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 from lightserve.vision.vit import CLIP, SIGLIP, Vit
 

@@ -14,7 +14,7 @@ from lightserve.media.layout import ImageLayout
 from lightserve.media.layouts.qwen import QwenImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, axial_angles
-from lightserve.vision.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids, token_counts
+from lightserve.vision.families.qwen import COLORS, THETA, Grid, patch_places, patches_and_grids, token_counts
 from lightserve.vision.qwen_layers import EPS, Attention, Block
 from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
 

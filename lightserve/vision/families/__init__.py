@@ -1,0 +1,1 @@
+"""The towers of each family of models: see ``VisionTower``."""
