@@ -47,11 +47,25 @@ class PillowBackend:
         height, width = image.shape[-2:]
         return torch.nn.functional.pad(image, (0, pad_size.width - width, 0, pad_size.height - height))
 
+    def normalize(self, image: Tensor, *colors: Sequence[float]) -> Tensor:
+        mean, std = (torch.tensor(values, dtype=image.dtype)[:, None, None] for values in colors)
+        return (image - mean) / std
+
     def rescale_and_normalize(
         self, image: Tensor, do_rescale: bool, factor: float, do_normalize: bool, *colors: Sequence[float]
     ) -> Tensor:
         mean, std = (torch.tensor(values)[:, None, None] for values in colors)
         return (image.float() * factor - mean) / std
+
+
+class PillowFunctions:
+    """Those of torchvision that processors call."""
+
+    @staticmethod
+    def pad(image: Tensor, padding: Sequence[int], fill: Sequence[int]) -> Tensor:
+        left, top, right, bottom = padding
+        assert not any(fill)
+        return torch.nn.functional.pad(image, (left, right, top, bottom))
 
 
 class _Loader(SourceFileLoader):
@@ -82,7 +96,7 @@ def load_processor(name: str, class_name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module: Any = module_from_spec(spec)
-    module.TorchvisionBackend = PillowBackend
+    module.TorchvisionBackend, module.tvF = PillowBackend, PillowFunctions
     spec.loader.exec_module(module)
     return getattr(module, class_name)
 

@@ -30,6 +30,7 @@ VOCAB_SIZE = 131
 START, PAD, END = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
 HIDDEN = 48
 GEMMA3_TOKENS = 9
+LLAMA4_TOKENS = 4  # of a square
 COLORS = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.26, 0.26, 0.27]}
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE + 5,
@@ -125,11 +126,12 @@ class VisionFamily:
     marker: str = "<image>"  # what the chat template writes for an image
     special: tuple[str, str, str] = ("<begin>", "<image>", "<end>")  # the texts of START, PAD and END
     fields: Mapping[str, Any] = field(default_factory=dict)  # of config.json
+    pixel_error: float = 2e-6  # of the processor
 
     def tiles(self, images: Sequence[Image.Image]) -> list[Tensor]:
         """The values that the tower of transformers gets, ``[height, width, 3]`` each."""
         values = self.processed(images)
-        pixels = values["pixel_values"]
+        pixels = values["pixel_values"].float()
         if "image_grid_thw" in values:
             counts = values["image_grid_thw"].prod(-1).tolist()
             grids = values["image_grid_thw"][:, 1:].tolist()
@@ -179,6 +181,8 @@ def _tensors(model: Any, values: Any) -> dict[str, Any]:
         *("pixel_attention_mask", "spatial_shapes"),
     )
     inputs = {name: values[name] for name in names if name in values}
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4 computes them in bfloat16
     if "batch_num_images" in inputs:
         inputs["batch_num_images"] = torch.as_tensor(inputs["batch_num_images"])
     return inputs
@@ -439,6 +443,30 @@ FAMILIES = {
         special=("<|image_start|>", "<image>", "<|image_end|>"),
         fields={"projector_hidden_size": 40},
     ),
+    "llama4": VisionFamily(
+        "llama4",
+        {
+            **TEXT,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 30,
+            "attn_temperature_tuning": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        {
+            **SQUARE,
+            "intermediate_size": 128,
+            "vision_output_dim": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+        },
+        {**COLORS, "size": {"height": 32, "width": 32}, "max_patches": 5, "resample": 2},
+        load_processor("llama4", "Llama4ImageProcessor"),
+        "<|image|>",
+        ("<|image_start|>", "<|patch|>", "<|image_end|>"),
+        pixel_error=0.04,  # of bfloat16
+    ),
     "mistral3": VisionFamily(
         "mistral3",
         {"model_type": "mistral", **TEXT, "sliding_window": None},
@@ -483,7 +511,7 @@ def save_family(folder: Path, name: str) -> Any:
         if weight_name.endswith(("_min", "_max")):  # of what a linear reads or computes
             weight.abs_().add_(1).mul_(-1 if weight_name.endswith("_min") else 1)
     with torch.no_grad():  # a text never has the tokens of images
-        model.lm_head.weight[VOCAB_SIZE:] = 0
+        model.get_output_embeddings().weight[VOCAB_SIZE:] = 0
     model.save_pretrained(folder)
     if family.model_type == "kimi_k25":
         name_as_published(folder / "model.safetensors")
@@ -514,6 +542,11 @@ def save_tokenizer(folder: Path, family: VisionFamily) -> None:
 def features(model: Any, name: str, images: Sequence[Image.Image]) -> list[Tensor]:
     """The embeddings of each image of one request."""
     inputs = _tensors(model, FAMILIES[name].processed(images))
+    if FAMILIES[name].model_type == "llama4":
+        counts = [len(FAMILIES[name].tiles([image])) for image in images]
+        with torch.no_grad():
+            rows = model.multi_modal_projector(model.vision_model(**inputs).last_hidden_state)
+        return [of_image.flatten(0, 1) for of_image in rows.split(counts)]
     with torch.no_grad():
         found = model.model.get_image_features(**inputs).pooler_output
     if FAMILIES[name].files.get("do_pan_and_scan"):
@@ -556,6 +589,10 @@ def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
         return [*words[1], *square, *words[2], *square * (count // GEMMA3_TOKENS - 1)] if words[0] else square
     if family.model_type in ("internvl", "gemma4", "gemma4_unified"):
         return [START, *[PAD] * count, END]
+    if family.model_type == "llama4":
+        tile = [PAD] * LLAMA4_TOKENS
+        squares = count // LLAMA4_TOKENS - 1
+        return [START, *([*tile, 0] * squares or [0]), *tile, END]
     if family.model_type == "lfm2_vl":
         runs = [[PAD] * run for run in _runs(family, size)]
         return [START, *(runs[0] if len(runs) == 1 else [token_id for run in runs for token_id in [0, *run]]), END]

@@ -184,11 +184,15 @@ class Vit(nn.Module):
 
 def patches_of(tiles: Tensor, patch: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """``[tiles, patches, colors * patch * patch]`` float32, normalised, of ``[tiles, height, width, 3]`` uint8."""
-    values = normalised(tiles, mean, std)
-    rows, columns = tiles.shape[1] // patch, tiles.shape[2] // patch
+    return squares_of(normalised(tiles, mean, std), patch)
+
+
+def squares_of(values: Tensor, patch: int) -> Tensor:
+    """``[tiles, patches, colors * patch * patch]`` of ``[tiles, height, width, 3]``."""
+    rows, columns = values.shape[1] // patch, values.shape[2] // patch
     inside = values[:, : rows * patch, : columns * patch]
-    squares = inside.reshape(len(tiles), rows, patch, columns, patch, COLORS).permute(0, 1, 3, 5, 2, 4)
-    return squares.reshape(len(tiles), rows * columns, -1)
+    squares = inside.reshape(len(values), rows, patch, columns, patch, COLORS).permute(0, 1, 3, 5, 2, 4)
+    return squares.reshape(len(values), rows * columns, -1)
 
 
 def pixel_patches(tile: Tensor, patch: int) -> Tensor:

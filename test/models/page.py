@@ -94,7 +94,7 @@ FAMILIES = {
     "lfm2_vl": "LFM 2 VL, 2.5 VL, with images",
     "lfm2_moe": "LFM 2 8B-A1B",
     "llama": "Llama 1 to 3, SmolLM 2",
-    "llama4": "Llama 4 Scout, Maverick, text only",
+    "llama4": "Llama 4 Scout, Maverick, with images",
     "llama4_text": "language model of Llama 4",
     "llava": "LLaVA 1.5, Pixtral 12B, with images",
     "llava_next": "LLaVA-Next (1.6), with images",
@@ -201,10 +201,9 @@ NOTES = """\
   `--data_type` beside the latents: 128 numbers beside 576. `--max_req_total_len 2048` serves these
   models as dense ones, without those keys. A layer that shares the choice of the layer before it
   (`indexer_types`, `index_topk_freq`) cannot begin a stage of `--pp`.
-- `llama4`: images are refused, and their tensors are not loaded. Layers with positions attend to
-  chunks of 8,192 tokens: the KV cache keeps those of one chunk, as it does for windows. Set
-  `--max_req_total_len`: Scout's files allow 10 million tokens. Files in which each token has several
-  experts are refused.
+- `llama4`: layers with positions attend to chunks of 8,192 tokens: the KV cache keeps those of one
+  chunk, as it does for windows. Set `--max_req_total_len`: Scout's files allow 10 million tokens.
+  Files in which each token has several experts are refused.
 - `gemma4`: audio and video are refused, and the tensors of audio are not loaded. Layers that share
   the keys and values of another layer (E2B, E4B) take no KV memory. These models take no `--pp`: a
   layer reads values that the first stage has computed. Their table of per-layer inputs (2.3 of the

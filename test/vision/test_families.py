@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_pixels_are_those_of_transformers(family: tuple[str, Path, Any]) -> None
 
         assert [tile.shape for tile in found] == [tile.shape for tile in expected], (number, shape)
         for tile, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(tile, wanted, rtol=0, atol=2e-6)
+            torch.testing.assert_close(tile, wanted, rtol=0, atol=FAMILIES[name].pixel_error)
 
 
 def test_embeddings_are_those_of_transformers_in_any_batch(family: tuple[str, Path, Any]) -> None:
@@ -146,3 +147,16 @@ def test_files_of_kimi_are_read_as_published(tmp_path: Path) -> None:
     assert again == layout
     assert placeholder_of(source) == PAD
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_llama4_enlarges_images_if_its_files_say_so(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama4")
+    family = replace(FAMILIES["llama4"], files={**FAMILIES["llama4"].files, "resize_to_max_canvas": True})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(family.files))
+    layout: Any = layout_of(tmp_path)
+
+    for shape in SIZES:
+        tiles = decoded(layout, noise(*shape))[0].tiles
+        found = (torch.stack(list(tiles)).float() / 255 - torch.tensor(layout.mean)) / torch.tensor(layout.std)
+
+        torch.testing.assert_close(found, torch.stack(family.tiles([noise(*shape)])), rtol=0, atol=family.pixel_error)

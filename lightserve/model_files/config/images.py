@@ -60,6 +60,9 @@ FAMILIES = {
     "lfm2_vl": VisionFamily(
         "lightserve.media.layouts.lfm2_vl:Lfm2VlImages", "lightserve.vision.families.lfm2_vl:Lfm2VlTower"
     ),
+    "llama4": VisionFamily(
+        "lightserve.media.layouts.llama4:Llama4Images", "lightserve.vision.families.llama4:Llama4Tower"
+    ),
     "llava": _LLAVA,
     "llava_next": _ANYRES,
     "llava_onevision": _ANYRES,
