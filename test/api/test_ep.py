@@ -99,10 +99,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one rank answers."""
-    with running_server(tmp_path_factory.mktemp("one") / "log", *FLAGS, "--model_dir", model_dir) as server:
-        return answers(server)
+def of_one_rank(model_dir: str) -> list[list[int]]:
+    """What one rank answers. It needs no server."""
+    llm = LLM(model_dir, device="cpu", max_total_token_num=2048)
+    return [
+        llm.generate([body(i, length)["prompt"]], max_new_tokens=60, ignore_eos=True, **sampling)[0].token_ids
+        for i, length in enumerate(LENGTHS)
+        for sampling in SAMPLING
+    ]
 
 
 @pytest.fixture(scope="module")
