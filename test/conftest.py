@@ -8,6 +8,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the servers under test; read by torch
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -58,6 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from test.shared_servers import SharedServerScheduling  # xdist is there
+
+    return SharedServerScheduling(config, log)
 
 
 def pytest_collection(session: pytest.Session) -> None:
