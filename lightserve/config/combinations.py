@@ -212,12 +212,17 @@ TABLE = (
     # several nodes
     _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
     # trainers
-    *(
-        _not_built(ROUTED_EXPERTS, feature, reason, "leave out one of the flags")
-        for feature, reason in (
-            (TRANSFORMERS, "its modules do not show which experts they choose"),
-            (POOLING, "only generated texts return which experts were chosen"),
-        )
+    _not_built(
+        ROUTED_EXPERTS,
+        TRANSFORMERS,
+        "its modules do not show which experts they choose",
+        "leave out one of the flags",
+    ),
+    Conflict(
+        ROUTED_EXPERTS,
+        POOLING,
+        "trainers replay the experts of texts that a model generates",
+        "leave out --enable_return_routed_experts",
     ),
     Conflict(ROUTED_EXPERTS, NULL_WORKER, "it has no experts", "leave out one of the flags"),
     Conflict(ROUTED_EXPERTS, NO_EXPERTS, "it has no experts", "leave out --enable_return_routed_experts"),
