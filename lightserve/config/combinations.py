@@ -143,11 +143,6 @@ def _draft_head(setup: Setup) -> str:
     return f"--speculative_config with the method {config.method}" if config is not None and config.has_head else ""
 
 
-def _draft_model(setup: Setup) -> str:
-    config = setup.config.worker.speculation
-    return _draft_head(setup) if config is not None and config.method == "draft_model" else ""
-
-
 def _states(setup: Setup) -> str:
     """Of a process that computes."""
     is_on = setup.model is not None and setup.model.has_states and not setup.config.cluster.is_gateway
@@ -169,7 +164,7 @@ QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
-DRAFT_HEAD, DRAFT_MODEL = Feature("draft_head", _draft_head), Feature("draft_model", _draft_model)
+DRAFT_HEAD = Feature("draft_head", _draft_head)
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
 NO_PREFIX_CACHE = _set("router", "disable_dynamic_prompt_cache")
@@ -280,7 +275,6 @@ TABLE = (
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
     ),
     # images
-    _not_built(IMAGES, DRAFT_MODEL, "a draft model reads tokens, and sees no images", "use the method ngram"),
     Conflict(IMAGES, NULL_WORKER, "it computes nothing", _NO_IMAGES),
     _not_built(IMAGES, TRANSFORMERS, "its modules get token ids only", _NO_IMAGES),
     _not_built(IMAGES, POOLING, "images of models that generate no text are not read yet", _NO_IMAGES),

@@ -132,10 +132,16 @@ def test_ranks_on_another_node_read_embeddings_from_node_0_also_when_one_has_die
 
 @pytest.mark.long
 @pytest.mark.tp
-def test_a_head_drafts_after_images_also_when_a_rank_has_died(vision_model: tuple[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_drafts_after_images_change_no_text_also_when_a_rank_has_died(
+    vision_model: tuple[str, Any], tmp_path: Path, method: str
+) -> None:
+    """The model itself is the draft model, which sees no images."""
     folder, model = vision_model
-    head = save_head(tmp_path / "head", TEXT["vocab_size"], TEXT["hidden_size"], list(range(40)))
-    config = json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": 2})
+    drafter = folder
+    if method == "eagle3":
+        drafter = save_head(tmp_path / "head", TEXT["vocab_size"], TEXT["hidden_size"], list(range(40)))
+    config = json.dumps({"method": method, "model": drafter, "num_speculative_tokens": 2})
     wanted = oracle_texts(model, range(NUM_CHATS))
     flags = (*flags_of(folder), "--speculative_config", config, "--max_total_token_num", "400", "--tp", "2")
 

@@ -20,7 +20,6 @@ TITLES = {
     "dummy": "`--load_format dummy`",
     "lora": "LoRA adapters (`--lora_modules`, `--lora_dir`)",
     "draft_head": "`--speculative_config` with a head",
-    "draft_model": "`--speculative_config` with a draft model",
     "gateway": "a gateway (`--engines`, `--engines_file`)",
     "roles": "prefill and decode roles (`--roles`, `--role`)",
     "engine_flag": "a flag of engines",

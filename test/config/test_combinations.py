@@ -164,7 +164,6 @@ def examples(folder: Path) -> dict[str, Flags]:
         "ranks": {"tp": 2},
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
-        "draft_model": {"speculative_config": json.dumps({"method": "draft_model", "model": str(folder / "dense")})},
         "roles": {"role": "prefill", **listen},
         "enable_rl": {"enable_rl": True},
         "enable_return_routed_experts": {"enable_return_routed_experts": True},

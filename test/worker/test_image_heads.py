@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightserve.offline.llm import LLM
 from test.vision_model import RECURRENT, TEXT, oracle_inputs, picture, save_vision_model
@@ -20,6 +22,7 @@ from test.worker.test_ngram import GREEDY, SEEDED, assert_same, num_accepted, pa
 
 VOCAB, DRAFTED_IDS, NUM_DRAFTS = TEXT["vocab_size"], [5, 9, 12, 40], 3
 LIKELY = {"allowed_token_ids": tuple(DRAFTED_IDS), "ignore_eos": True}
+FREE = {"ignore_eos": True}
 IMAGES = [picture(84, 112, 1), picture(150, 60, 2)]
 Message = list[dict[str, Any]]
 
@@ -68,13 +71,43 @@ def mtp(folder: Path) -> tuple[str, dict[str, Any]]:
     return model, {"method": "mtp"}
 
 
-@pytest.mark.parametrize("save", [eagle3, dflash, mtp])
+def draft_model(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The same layers without an encoder, as Qwen2.5 is beside Qwen2.5-VL."""
+    model, _ = save_vision_model(folder / "model")
+    text = folder / "text"
+    shutil.copytree(model, text)
+    tensors = load_file(text / "model.safetensors")
+    tensors = {name.replace("model.language_model.", "model."): one for name, one in tensors.items()}
+    of_text = {name: one for name, one in tensors.items() if not name.startswith(("visual.", "model.visual."))}
+    save_file(of_text, text / "model.safetensors", {"format": "pt"})
+    config = AutoConfig.for_model("qwen2", **{**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(text)
+    return model, {"method": "draft_model", "model": str(text)}
+
+
+def draft_model_of_images(folder: Path) -> tuple[str, dict[str, Any]]:
+    """One that could read images too. Its encoder is not loaded."""
+    model, _ = save_vision_model(folder / "model")
+    return model, {"method": "draft_model", "model": model}
+
+
+OF_IMAGES = pytest.param(draft_model_of_images, FREE, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    ("save", "rules"),
+    [(eagle3, LIKELY), (dflash, LIKELY), (mtp, LIKELY), (draft_model, FREE), OF_IMAGES],
+)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"temperature": 1.0}], ids=["greedy", "seeded"])
 def test_the_text_after_images_is_that_without_drafts(
-    tmp_path: Path, save: Callable[[Path], tuple[str, dict[str, Any]]], sampling: dict[str, Any]
+    tmp_path: Path,
+    save: Callable[[Path], tuple[str, dict[str, Any]]],
+    rules: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:
     folder, config = save(tmp_path)
-    params = params_of(sampling, LIKELY, {"max_new_tokens": 20})
+    params = params_of(sampling, rules, {"max_new_tokens": 20})
     with make(folder, None) as plain, make(folder, config, batch_max_tokens=16) as drafting:
         expected = plain.chat(CHATS, params)
 
@@ -157,3 +190,25 @@ def test_a_head_reads_the_embeddings_of_images(tmp_path: Path, monkeypatch: pyte
                 torch.testing.assert_close(ours[DRAFTED_IDS], theirs, rtol=2e-4, atol=2e-4)
                 compared += 1
     assert compared >= NUM_DRAFTS * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [9, 100])
+def test_a_draft_model_reads_placeholders_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Each at its place in the sequence. It does not see the first token."""
+    folder, config = draft_model(tmp_path)
+    hf = AutoModelForCausalLM.from_pretrained(config["model"], dtype=torch.float32).eval()
+    with make(folder, config, batch_max_tokens=chunk) as llm:
+        recorder = Recorder(llm, monkeypatch)
+        (generation,) = llm.chat([CHATS[1]], params_of(FREE, GREEDY, {"max_new_tokens": 8}))
+
+    text, compared = [*generation.prompt_ids, *generation.token_ids], 0
+    for _, position, drafts, logits in recorder.drafted:
+        if len(generation.prompt_ids) < position + 2 <= len(text):
+            expected = hf(torch.tensor([[*text[1 : position + 2], *drafts]])).logits[0, position:-1]
+            for ours, theirs in zip(logits, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+                compared += 1
+    assert compared >= NUM_DRAFTS

@@ -93,8 +93,12 @@ class DraftModelHead(AutoregressiveHead):
         return states
 
     def forward(self, hidden: Tensor, step: ModelInput) -> Tensor:
-        """The states after the last norm; ``hidden`` is not read."""
-        return self.draft.final_states(self.draft.hidden_states(replace(step, kv_groups=(), states=None)))
+        """The states after the last norm; ``hidden`` is not read.
+
+        It has not seen images: it reads their placeholders, each at its position in the sequence.
+        """
+        own = replace(step, kv_groups=(), states=None, images=None, rotary_positions=None)
+        return self.draft.final_states(self.draft.hidden_states(own))
 
     def normed(self, output: Tensor) -> Tensor:
         return output
