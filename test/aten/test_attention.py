@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightserve.ops
-from test.aten.devices import DEVICES, each_device, on
+from test.aten.devices import DEVICES, on
 from test.aten.test_aten import calls
 from test.ops.cases import TOLERANCE, randn
 
@@ -110,7 +110,7 @@ OF_TORCH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@each_device
+@each_with_kernel
 @pytest.mark.parametrize("call", OF_TORCH.values(), ids=OF_TORCH)
 def test_all_else_is_computed_by_torch(device: str, call: Callable[..., Tensor]) -> None:
     args = qkv(device)
@@ -123,7 +123,7 @@ def test_all_else_is_computed_by_torch(device: str, call: Callable[..., Tensor])
     torch.testing.assert_close(out, expected)
 
 
-@each_device
+@each_with_kernel
 def test_dropout_is_torchs(device: str) -> None:
     q, k, v = qkv(device, 2)
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def by_functionalized(call: Callable[..., Tensor], args: tuple[Tensor, ...]) -> 
 TRANSFORMS = [by_backward, by_jvp, by_func_grad, by_vmap, by_compiled, by_functionalized]
 
 
-@each_device
+@each_with_kernel
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gradients_and_other_transforms_are_those_of_torch(device: str, transform: Callable[..., Any]) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@each_device
+@each_with_kernel
 def test_what_is_traced_is_what_torch_composes(device: str) -> None:
     args = qkv(device, 2)
     names = []
@@ -207,7 +207,7 @@ def test_what_is_traced_is_what_torch_composes(device: str) -> None:
     assert names[0] == names[1]
 
 
-@each_device
+@each_with_kernel
 def test_tensors_without_memory_have_the_shape_that_torch_says(device: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         args = [mode.from_tensor(tensor) for tensor in qkv(device, 2)]

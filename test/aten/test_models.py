@@ -31,7 +31,9 @@ def gpt_neox() -> Any:
 def mixtral() -> Any:
     """With top-k, and products of batches and softmax for its attention."""
     torch.manual_seed(0)
-    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, attn_implementation="eager")
+    config = MixtralConfig(
+        **SIZES | {"num_hidden_layers": 1}, num_key_value_heads=2, num_local_experts=4, attn_implementation="eager"
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
