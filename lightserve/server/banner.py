@@ -75,6 +75,8 @@ def banner(
         rows["task"] = engine.pooling.summary
         if not engine.pooling.has_kv:
             del rows["KV pool"]
+    if http.enable_rl:
+        rows["trainer"] = _trainer(http)
     if engine.speculation:
         rows["speculation"] = engine.speculation
     for group in engine.kv_groups:
@@ -85,6 +87,12 @@ def banner(
         if parts:
             rows[role] = ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in parts)
     return rows
+
+
+def _trainer(http: HttpConfig) -> str:
+    folders = "" if http.weights_dir is None else f", also from folders below {http.weights_dir}"
+    who = "with an admin key" if http.admin_key else "everybody who reaches the port: there is no --admin_key"
+    return f"may pause the server and replace its weights{folders}; {who}"
 
 
 def _summary(group: KvGroupSize) -> str:

@@ -65,3 +65,15 @@ def test_errors_are_red_on_a_terminal_and_replace_the_progress_line(monkeypatch:
     assert terminal.getvalue() == (
         "\r\x1b[K\x1b[31mlightserve:\x1b[0m no such file\n\r\x1b[Klightserve: no such file\n"
     )
+
+
+def test_the_banner_says_who_may_replace_the_weights() -> None:
+    open_to_all = banner(URL, MODEL, ENGINE, HttpConfig(enable_rl=True, weights_dir="/steps"), {})
+    with_key = banner(URL, MODEL, ENGINE, HttpConfig(enable_rl=True, admin_key=["key"]), {})
+
+    assert "trainer" not in banner(URL, MODEL, ENGINE, HttpConfig(), {})
+    assert open_to_all["trainer"] == (
+        "may pause the server and replace its weights, also from folders below /steps; everybody who reaches the port: "
+        "there is no --admin_key"
+    )
+    assert with_key["trainer"] == "may pause the server and replace its weights; with an admin key"

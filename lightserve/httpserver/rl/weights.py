@@ -80,11 +80,12 @@ class _WeightRoutes:
     async def _body(self, request: Request, model: type[B]) -> B:
         return validate(model, await read_optional(self._context, request))
 
-    async def _succeeds(self, make_query: Callable[[int], RlQuery], message: str) -> JSONResponse:
+    async def _succeeds(self, request: Request, make_query: Callable[[int], RlQuery], message: str) -> JSONResponse:
         """A reply of SGLang: an error is a message too."""
         try:
             reply = await self._ask(make_query)
         except LightserveError as error:
+            request.state.record.reason = str(error)
             return JSONResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         return JSONResponse({"success": True, "message": message, "num_paused_requests": reply.count})
 
@@ -92,16 +93,19 @@ class _WeightRoutes:
 
     async def init_group(self, request: Request) -> JSONResponse:
         body = await self._body(request, InitGroup)
-        return await self._succeeds(body.query, "the weight update group is initialized")
+        return await self._succeeds(request, body.query, "the weight update group is initialized")
 
     async def destroy_group(self, request: Request) -> JSONResponse:
         body = await self._body(request, DestroyGroup)
-        return await self._succeeds(lambda query_id: LeaveWeightGroup(query_id, body.group_name), "it is destroyed")
+        return await self._succeeds(
+            request, lambda query_id: LeaveWeightGroup(query_id, body.group_name), "it is destroyed"
+        )
 
     async def update_from_distributed(self, request: Request) -> JSONResponse:
         body = await self._body(request, UpdateFromDistributed)
         tensors = body.tensors(body.dtypes, "dtypes")
         return await self._succeeds(
+            request,
             lambda query_id: ReceiveWeights(
                 query_id,
                 body.group_name,
@@ -118,6 +122,7 @@ class _WeightRoutes:
     async def update_from_disk(self, request: Request) -> JSONResponse:
         body = await self._body(request, UpdateFromDisk)
         return await self._succeeds(
+            request,
             lambda query_id: LoadWeightsFrom(
                 query_id,
                 body.model_path,
@@ -132,12 +137,13 @@ class _WeightRoutes:
     async def begin_session(self, request: Request) -> JSONResponse:
         selector = WeightSelector((await self._body(request, Session)).selector)
         return await self._succeeds(
-            lambda query_id: BeginWeightUpdate(query_id, selector), "the weight update has begun"
+            request, lambda query_id: BeginWeightUpdate(query_id, selector), "the weight update has begun"
         )
 
     async def end_session(self, request: Request) -> JSONResponse:
         body = await self._body(request, EndSession)
         return await self._succeeds(
+            request,
             lambda query_id: EndWeightUpdate(query_id, body.weight_version, body.flush_cache),
             "the weight update has ended",
         )

@@ -349,8 +349,8 @@ class WeightsControl:
         self._steps.release(_HOLD)
         parts = [name for name, has in (("model", written.has_model), ("drafts", written.has_drafts)) if has]
         logger.info(
-            "weights of %s of version %r, generation %d, from %s",
-            " and ".join(parts), served.version, served.generation, source,
+            "new weights of the %s: version %r, generation %d, from %s",
+            " and the ".join(parts), served.version, served.generation, source,
         )  # fmt: skip
 
     def _rename_requests(self) -> None:

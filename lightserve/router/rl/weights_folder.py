@@ -14,12 +14,13 @@ def weights_folder(root: str | None, given: str) -> Path:
     shown = given[:SHOWN]
     if root is None:
         raise InvalidRequestError("this server loads no weights from folders; start it with --weights_dir FOLDER")
+    base = Path(root).absolute()
     try:
-        base = Path(root).resolve()
+        base = base.resolve()
         folder = (base / given).resolve()
         files = [path.resolve() for path in folder.iterdir()] if folder.is_relative_to(base) else []
     except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidRequestError(f"{shown!r} is not a folder below --weights_dir") from error
+        raise InvalidRequestError(f"{shown!r} is not a folder below --weights_dir ({base})") from error
     if not folder.is_relative_to(base) or not all(path.is_relative_to(base) for path in files):
-        raise InvalidRequestError(f"{shown!r} is not below --weights_dir; write the weights there")
+        raise InvalidRequestError(f"{shown!r} is not below --weights_dir ({base}); write the weights there")
     return folder
