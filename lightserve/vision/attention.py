@@ -114,7 +114,8 @@ def _flash_attention(
     scale: float | None = None,
 ) -> Tensor:
     borders, longest = segments.borders, segments.longest
-    out: Tensor = varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale)
+    options = {} if scale is None else {"scale": scale}  # which older versions of torch do not take
+    out: Tensor = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
     return out
 
 

@@ -49,6 +49,14 @@ def test_a_token_attends_to_its_segment() -> None:
     torch.testing.assert_close(out, attended(query, key, value))
 
 
+def test_a_tower_may_scale_its_products_itself() -> None:
+    query, key, value = values(16)
+
+    out = segment_attention(query, key, value, Segments(LENGTHS, query.device), scale=1.0)
+
+    torch.testing.assert_close(out, attended(4 * query, key, value))
+
+
 def test_a_cpu_has_no_flash_attention() -> None:
     assert flash_attention(torch.device("cpu"), torch.bfloat16, 80) is None
 
@@ -80,13 +88,14 @@ def test_windows_are_computed_on_a_gpu(head_dim: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.2])
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
-def test_the_kernel_of_a_gpu_equals_the_definition(head_dim: int) -> None:
+def test_the_kernel_of_a_gpu_equals_the_definition(head_dim: int, scale: float | None) -> None:
     device = torch.device("cuda", 0)
     query, key, value = (tensor.to(device, torch.bfloat16) for tensor in values(head_dim))
     segments = Segments(LENGTHS, device)
     attend = flash_attention(device, torch.bfloat16, head_dim)
 
     assert attend is not None
-    wanted = grouped_attention(query, key, value, segments)
-    torch.testing.assert_close(attend(query, key, value, segments), wanted, atol=2e-2, rtol=2e-2)
+    wanted = grouped_attention(query, key, value, segments, scale)
+    torch.testing.assert_close(attend(query, key, value, segments, scale), wanted, atol=2e-2, rtol=2e-2)
