@@ -6,7 +6,7 @@ import os
 import sys
 
 from lightserve.cli.main import main
-from lightserve.ipc.process import end_with_parent
+from lightserve.ipc.child_setup import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import os
-import signal
 import socket
 import sys
 import threading
@@ -24,6 +22,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError, with_docs
+from lightserve.ipc.child_setup import prepare_child
 from lightserve.messages.control import ChildFailed, FromChild, Ping, Pong, ToChild
 from lightserve.messages.request import HTTP_PROCESS_BITS
 from lightserve.utils.logger import init_logger, is_json, name_engine
@@ -31,15 +30,12 @@ from lightserve.utils.net import address_to, parse_tcp, tcp_address
 
 logger = init_logger(__name__)
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the launcher decides what they mean
 ENGINE_ROLES = frozenset({"router", "model worker", "null worker"})  # there is a process for each engine
 EXIT_CRASH = 1
 EXIT_CONFIG_ERROR = 2  # the operator can fix it: a flag, a file, a port
 
 _MESSAGE_LEN = 1000  # characters of an error: one line, far below the launcher's limit for a line
 _READ_BYTES = 1 << 16
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
-_NAME_LEN = 15  # the kernel truncates longer names
 
 
 class ChildConfig(msgspec.Struct, frozen=True):
@@ -226,32 +222,6 @@ def _lines(control: socket.socket) -> Iterator[bytes]:
         while chunk := control.recv(_READ_BYTES):
             *whole, buffer = (buffer + chunk).split(b"\n")
             yield from whole
-
-
-def prepare_child(role: str, index: int) -> None:
-    """Ignore stop signals, end with the parent, and have a name in ps.
-
-    The launcher blocked the signals until now, so that they cannot kill a child that is importing.
-    """
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    end_with_parent()
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_NAME, process_name(role, index).encode())
-
-
-def end_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, even when Python no longer runs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def process_name(role: str, index: int) -> str:
-    """What ps shows: ls-router, ls-worker, ls-worker-1."""
-    suffix = f"-{index}" if index else ""
-    return f"ls-{role.split()[-1]}"[: _NAME_LEN - len(suffix)] + suffix
 
 
 def _run(main: Main, child_config: ChildConfig, launcher: LauncherConnection, lines: Iterator[bytes]) -> None:

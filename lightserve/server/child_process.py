@@ -18,7 +18,8 @@ from typing import Protocol
 import msgspec
 
 from lightserve.errors import ServerError
-from lightserve.ipc.process import STOP_SIGNALS, ChildConfig
+from lightserve.ipc.child_setup import STOP_SIGNALS
+from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import (
     ChildFailed,
     Drained,

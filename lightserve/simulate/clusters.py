@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lightserve.ipc.process import end_with_parent
+from lightserve.ipc.child_setup import end_with_parent
 from lightserve.simulate.load import Load
 from lightserve.simulate.result import Result, merged
 

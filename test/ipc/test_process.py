@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from lightserve.config import ClusterConfig, HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
-from lightserve.ipc.process import ChildConfig, process_name
+from lightserve.ipc.child_setup import process_name
+from lightserve.ipc.process import ChildConfig
 from lightserve.messages.control import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,3 +16,11 @@ def test_a_process_without_texts_loads_no_templates_and_no_client_of_the_hub() -
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stdout == "[]\n"
+
+
+def test_the_process_of_grammars_loads_no_event_loop() -> None:
+    program = "import sys, lightserve.text.grammar.process; print('asyncio' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "False\n"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lightserve.errors import LightserveError
-from lightserve.ipc.process import end_with_parent
+from lightserve.ipc.child_setup import end_with_parent
 
 READY = re.compile(r"ready at (https?://\S+)")
 FLAGS = ("--port", "0", "--disable_log_requests", "--log_format", "text")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightserve.cluster.proxy.haproxy_config import BACKENDS, CHECKED, ERRORS, ProxySettings, config_text, error_file
 from lightserve.errors import OptionError, ServerError
-from lightserve.ipc.process import end_with_parent
+from lightserve.ipc.child_setup import end_with_parent
 
 START_S = 30.0
 SOCKET_S = 5.0

@@ -20,7 +20,8 @@ from lightserve.cluster.proxy.fan_out import FanOut
 from lightserve.cluster.proxy.haproxy import HAProxy
 from lightserve.cluster.proxy.haproxy_config import ProxySettings
 from lightserve.errors import LightserveError
-from lightserve.ipc.process import EXIT_CONFIG_ERROR, EXIT_CRASH, end_with_parent
+from lightserve.ipc.child_setup import end_with_parent
+from lightserve.ipc.process import EXIT_CONFIG_ERROR, EXIT_CRASH
 from lightserve.utils.logger import init_logger
 
 logger = init_logger("lightserve.cluster.proxy.main")  # the name of this module is __main__

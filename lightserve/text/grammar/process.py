@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightserve.errors import InvalidRequestError
+from lightserve.ipc.child_setup import end_with_parent, prepare_child
 from lightserve.ipc.codec import encode, make_decode
-from lightserve.ipc.process import end_with_parent, prepare_child
 from lightserve.messages.params import GrammarSpec
 from lightserve.text.grammar.compiler import STACK_BYTES, GrammarCompiler
 from lightserve.text.grammar.vocabulary import STARTED, GrammarReport, GrammarVocabulary
