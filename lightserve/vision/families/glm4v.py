@@ -168,5 +168,5 @@ class Glm4vTower(VisionTower):
             for of_image, grid in zip(places, grids, strict=True)
         ]
         at = torch.cat(shares).flip(1)[None, :, None]  # column and row of each patch, from -1 to 1
-        found = F.grid_sample(square, at, mode="bicubic", align_corners=False, padding_mode="border")
-        return found[0, :, :, 0].T.to(weight.dtype)
+        sampled = F.grid_sample(square, at, mode="bicubic", align_corners=False, padding_mode="border")
+        return sampled[0, :, :, 0].T.to(weight.dtype)

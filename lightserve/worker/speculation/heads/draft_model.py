@@ -97,8 +97,8 @@ class DraftModelHead(AutoregressiveHead):
 
         It has not seen images: it reads their placeholders, each at its position in the sequence.
         """
-        own = replace(step, kv_groups=(), states=None, images=None, rotary_positions=None)
-        return self.draft.final_states(self.draft.hidden_states(own))
+        text_only = replace(step, kv_groups=(), states=None, images=None, rotary_positions=None)
+        return self.draft.final_states(self.draft.hidden_states(text_only))
 
     def normed(self, output: Tensor) -> Tensor:
         return output
