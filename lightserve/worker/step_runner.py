@@ -81,7 +81,7 @@ class StepRunner:
         if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
             self._graphs = device.graphs(self._compute)
         has_one_rank = model.tp.size == model.pp.size == model.args.parallel.dp.size == 1
-        self._decode = device.repeated(self._forward) if model.captures_graphs and has_one_rank else None
+        self._decode = ops.repeated(self._forward) if model.captures_graphs and has_one_rank else None
 
     def capture_drafts(self, num_drafts: int, compute: ComputeDrafts) -> int:
         """Capture steps with drafts too. Returns the most tokens of such a step, 0 without graphs."""

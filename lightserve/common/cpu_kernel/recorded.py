@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightserve.common.cpu_kernel._library import KERNELS, library
+from lightserve.common import ops
+from lightserve.common.cpu_kernel._library import BACKEND, KERNELS, library
 
 Key = TypeVar("Key", bound=Hashable)
 Out = TypeVar("Out")
@@ -202,3 +203,7 @@ def _word(kind: Any, value: Any) -> int:
     if kind is ctypes.c_float:
         return int.from_bytes(struct.pack("<f", value), "little")
     return int(value) & WORD
+
+
+if library is not None:
+    ops.register_repeater(BACKEND, RecordedSteps)

@@ -153,16 +153,6 @@ class Graphs(Protocol[Key, Result]):
     def replay(self, key: Key, inputs: Tensor) -> Result: ...
 
 
-class Repeated(Protocol[Key, Result]):
-    """A function ``f(inputs, key)`` that does the same for each key, whatever the integers of ``inputs`` are."""
-
-    def __call__(self, inputs: Tensor, key: Key) -> Result:
-        """The result may be overwritten by the next call."""
-
-    def clear(self) -> None:
-        """Forget addresses: memory is given back."""
-
-
 class Device(ABC):
     api_version: ClassVar[int | None] = None  # the ``API_VERSION`` that a device of another package was written for
     name: ClassVar[str]  # of the option --device
@@ -258,10 +248,6 @@ class Device(ABC):
 
     def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out] | None:
         """Captured launches of ``function``; None: the device has no graphs."""
-        return None
-
-    def repeated(self, function: Callable[[Tensor, Any], Out]) -> Repeated[Any, Out] | None:
-        """``function``, which costs the host less when it is called again; None: the device knows no way."""
         return None
 
     def as_one_launch(self, work: Callable[[], object]) -> Callable[[], object]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device.base import CopyPart, Device, Out, Repeated, Wait
+from lightserve.common.device.base import CopyPart, Device, Wait
 from lightserve.common.device.blocking_copies import BlockingCopyStream
 from lightserve.common.device.profile import Profile
 from lightserve.messages.control import StepLimits
@@ -75,14 +75,6 @@ class CpuDevice(Device):
     def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
         """A share of the free RAM, whatever ``mem_fraction`` is."""
         return int(free_ram() * KV_SHARE / self.num_parts)
-
-    def repeated(self, function: Callable[[Tensor, Any], Out]) -> Repeated[Any, Out] | None:
-        """With the C library: torch's own operators take longer than Python needs to call them."""
-        if not self._has_library():
-            return None
-        from lightserve.common.cpu_kernel.recorded import RecordedSteps  # a process without a worker imports no kernels
-
-        return RecordedSteps(function)
 
     def copy_stream(self, device: torch.device) -> CpuCopyStream:
         return CpuCopyStream(device, self.set_current)

@@ -104,9 +104,12 @@ from lightserve.common.ops.quantized_weight import (
 from lightserve.common.ops.registry import (
     OPS,
     REFERENCE,
+    Repeated,
     batch_invariant,
     has_backend,
     import_implementations,
+    register_repeater,
+    repeated,
     use_backend,
 )
 from lightserve.common.ops.repack import FusesNorm, allocates_for, empty_packed, empty_weight, packs_for

@@ -8,14 +8,18 @@ on the other rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from pkgutil import walk_packages
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Key = TypeVar("Key", bound=Hashable, contravariant=True)
+Result = TypeVar("Result", covariant=True)
 
 REFERENCE = "torch"
 
@@ -126,3 +130,27 @@ def use_backend(*backends: str) -> None:
 def active_backends() -> tuple[str, ...]:
     """What ``use_backend`` was called with last."""
     return tuple(_active)
+
+
+class Repeated(Protocol[Key, Result]):
+    """A function ``f(inputs, key)`` that does the same for each key, whatever the integers of ``inputs`` are."""
+
+    def __call__(self, inputs: Tensor, key: Key) -> Result:
+        """The result may be overwritten by the next call."""
+
+    def clear(self) -> None:
+        """Forget addresses: memory is given back."""
+
+
+_repeaters: dict[str, Callable[[Callable[[Tensor, Any], Any]], Repeated[Any, Any]]] = {}
+
+
+def register_repeater(backend: str, make: Callable[[Callable[[Tensor, Any], Any]], Repeated[Any, Any]]) -> None:
+    """``make`` returns a function of ops that costs the host less when it is called again."""
+    _repeaters[backend] = make
+
+
+def repeated(function: Callable[[Tensor, Any], R]) -> Repeated[Any, R] | None:
+    """``function``, by a backend that computes ops now; None: none of them knows how."""
+    make = next((_repeaters[backend] for backend in _active if backend in _repeaters), None)
+    return None if make is None else make(function)
