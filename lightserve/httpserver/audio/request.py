@@ -32,7 +32,7 @@ class TranscriptionForm(Body):
     model: str | None = None
     language: Annotated[str, Field(pattern=LANGUAGE)] | None = None
     prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
-    response_format: Literal["json", "text"] | None = None
+    response_format: Literal["text", "json"] | None = None  # in the order of LogFormat: typing takes both for one
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     stream: bool | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -38,7 +38,7 @@ _FORM = form_schema(
         "model": _TEXT,
         "language": {"type": "string", "pattern": LANGUAGE},
         "prompt": _TEXT,
-        "response_format": {"type": "string", "enum": ["json", "text"]},
+        "response_format": {"type": "string", "enum": ["text", "json"]},
         "temperature": {"type": "number", "minimum": 0, "maximum": 2},
         "stream": {"type": "boolean"},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
