@@ -81,7 +81,7 @@ class StepRunner:
         if self._ranges is not None and model.pp.size == 1 and model.args.parallel.dp.size == 1:
             self._graphs = device.graphs(self._compute)
         has_one_rank = model.tp.size == model.pp.size == model.args.parallel.dp.size == 1
-        self._decode = ops.repeated(self._forward) if model.captures_graphs and has_one_rank else None
+        self._repeater = ops.new_repeater() if model.captures_graphs and has_one_rank else None
 
     def capture_drafts(self, num_drafts: int, compute: ComputeDrafts) -> int:
         """Capture steps with drafts too. Returns the most tokens of such a step, 0 without graphs."""
@@ -113,7 +113,7 @@ class StepRunner:
 
     def drop_captured(self) -> None:
         """The addresses of the KV cache change, which they contain."""
-        for captured in (self._graphs, self._decode):
+        for captured in (self._graphs, self._repeater):
             if captured is not None:
                 captured.clear()
 
@@ -184,8 +184,8 @@ class StepRunner:
                 return out
             return self._sample(out.logits, out.columns, masks)._replace(for_head=out.for_head)
         inputs_on_device = to_device(inputs, self._model.device)
-        if self._decode is not None and self._is_plain_decode(shape) and not self._is_observed:
-            return self._sample(*self._decode(inputs_on_device, shape), masks)
+        if self._repeater is not None and self._is_plain_decode(shape) and not self._is_observed:
+            return self._sample(*self._repeater(self._forward, inputs_on_device, shape), masks)
         return self._sample(*self._forward(inputs_on_device, shape, prompts, images), masks)
 
     def _is_plain_decode(self, shape: StepShape) -> bool:

@@ -98,7 +98,7 @@ def test_a_step_that_fails_ends_every_stream_and_the_next_request_is_served(
     other = llm.stream("Water boils at", GREEDY)
     next(other)
     with monkeypatch.context() as broken:
-        broken.setattr(llm.worker.model, "hidden_states", lambda step: 1 / 0)
+        broken.setattr(llm.worker._runner, "run", lambda *step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate("Hello", GREEDY)
 

@@ -29,8 +29,8 @@ RECORDED = ["gpt2", "gemma3_text", "glm4"]
 NOT_RECORDED = ["mixtral", "lfm2"]  # experts and the lengths of sequences are read on the host
 
 
-def steps_of(llm: LLM) -> RecordedSteps[Any, Any]:
-    steps = llm.worker._runner._decode
+def steps_of(llm: LLM) -> RecordedSteps[Any]:
+    steps = llm.worker._runner._repeater
     assert isinstance(steps, RecordedSteps)
     return steps
 
@@ -58,10 +58,10 @@ def test_recorded_steps_have_the_bits_of_others(
     build(CASES[name]).hf.save_pretrained(tmp_path)
     llm = make(tmp_path)
     steps, runner = steps_of(llm), llm.worker._runner
-    runner._decode = None
+    runner._repeater = None
     expected = outputs(llm)
 
-    runner._decode = steps
+    runner._repeater = steps
 
     assert [outputs(llm) for _ in range(3)] == [expected] * 3
     assert {key.tokens for key in steps._recordings} == ({1, 2, 3} if name in RECORDED else set())
@@ -123,41 +123,41 @@ def unfit(read: Callable[[Tensor], object]) -> Callable[[Tensor, int], Tensor]:
     ],
 )
 def test_what_reads_values_is_not_recorded(read: Callable[[Tensor], object]) -> None:
-    steps = RecordedSteps(unfit(read))
+    steps, function = RecordedSteps[int](), unfit(read)
 
     for i in range(1, 5):
-        assert steps(torch.full((4,), i), 3).tolist() == [3 * i] * 4
+        assert steps(function, torch.full((4,), i), 3).tolist() == [3 * i] * 4
     assert not steps._recordings
 
 
 @torch.inference_mode()
 def test_a_recording_computes_with_new_integers() -> None:
-    steps, generator = RecordedSteps(double), torch.Generator().manual_seed(5)
+    steps, generator = RecordedSteps[int](), torch.Generator().manual_seed(5)
     ops.use_backend("cpu_native", "cpu")
 
     for _ in range(6):
         inputs = torch.randint(1, 100, (16,), generator=generator)
         for key in (2, 5):
-            assert torch.equal(steps(inputs, key), double(inputs, key))
+            assert torch.equal(steps(double, inputs, key), double(inputs, key))
     assert set(steps._recordings) == {2, 5}
 
 
 @torch.inference_mode()
 def test_recordings_keep_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = RecordedSteps(double)
+    steps = RecordedSteps[int]()
     for _ in range(2):
-        steps(torch.arange(16), 5)
+        steps(double, torch.arange(16), 5)
     monkeypatch.setattr(recorded, "MAX_BYTES", 3 * steps._recordings[5].num_bytes)
 
     for _ in range(3):
         for key in range(8):
-            steps(torch.arange(16), key)
+            steps(double, torch.arange(16), key)
 
     assert set(steps._recordings) == {5, 6, 7}
 
-    large = RecordedSteps(double)
+    large = RecordedSteps[int]()
     monkeypatch.setattr(recorded, "MAX_BYTES", 1)
-    assert [steps_out.shape for steps_out in (large(torch.arange(16), 5) for _ in range(4))] == [(1, 16)] * 4
+    assert [steps_out.shape for steps_out in (large(double, torch.arange(16), 5) for _ in range(4))] == [(1, 16)] * 4
     assert not large._recordings
     assert large._too_large == {5}
 
@@ -172,12 +172,12 @@ def test_calls_of_other_threads_are_not_recorded() -> None:
         other.join()
         return double(inputs, key)
 
-    steps = RecordedSteps(function)
+    steps = RecordedSteps[int]()
     for _ in range(2):
-        steps(torch.arange(1, 17), 2)
+        steps(function, torch.arange(1, 17), 2)
     before = len(done)
     (recording,) = steps._recordings.values()
 
-    assert torch.equal(steps(torch.arange(2, 18), 2), double(torch.arange(2, 18), 2))
+    assert torch.equal(steps(function, torch.arange(2, 18), 2), double(torch.arange(2, 18), 2))
     assert len(done) == before == 2
     assert sum(getattr(action, "func", None) is library.ls_repeat for action in recording._actions) == 1  # type: ignore[union-attr]

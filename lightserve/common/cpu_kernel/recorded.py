@@ -33,34 +33,33 @@ READS_VALUES = {torch.ops.aten.resolve_conj, torch.ops.aten.resolve_neg, torch.o
 DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 
 
-class RecordedSteps(Generic[Key, Out]):
-    """A function of a tensor of integers and a key, which is recorded when a key comes for the second time.
+class RecordedSteps(Generic[Key]):
+    """Calls a function of a tensor of integers and a key, and records it when a key comes for the second time.
 
     It must do the same whatever the integers are. If it does not, as far as operators tell, it is never recorded. A
     result is valid until the next call with that key.
     """
 
-    def __init__(self, function: Callable[[Tensor, Key], Out]) -> None:
-        self._function = function
+    def __init__(self) -> None:
         self._is_fit = library is not None
         self._seen: set[Key] = set()
         self._too_large: set[Key] = set()
-        self._recordings: dict[Key, Recording[Out]] = {}  # those that were replayed last come last
+        self._recordings: dict[Key, Recording[Any]] = {}  # those that were replayed last come last
 
-    def __call__(self, inputs: Tensor, key: Key) -> Out:
-        recording = self._recordings.pop(key, None)
+    def __call__(self, function: Callable[[Tensor, Key], Out], inputs: Tensor, key: Key) -> Out:
+        recording: Recording[Out] | None = self._recordings.pop(key, None)
         if recording is not None:
             self._recordings[key] = recording
             return recording.replay(inputs)
         if not self._is_fit or key not in self._seen or key in self._too_large:
             self._seen.add(key)
-            return self._function(inputs, key)
-        return self._record(inputs, key)
+            return function(inputs, key)
+        return self._record(function, inputs, key)
 
-    def _record(self, inputs: Tensor, key: Key) -> Out:
+    def _record(self, function: Callable[[Tensor, Key], Out], inputs: Tensor, key: Key) -> Out:
         recorder, inputs = Recorder(), inputs.clone()
         with recorder, recorder.watch_library():
-            out = self._function(inputs, key)
+            out = function(inputs, key)
         recording = Recording(recorder, inputs, out)
         self._is_fit = recorder.is_fit
         if recording.num_bytes > MAX_BYTES:

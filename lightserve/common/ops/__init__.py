@@ -104,12 +104,12 @@ from lightserve.common.ops.quantized_weight import (
 from lightserve.common.ops.registry import (
     OPS,
     REFERENCE,
-    Repeated,
+    Repeater,
     batch_invariant,
     has_backend,
     import_implementations,
+    new_repeater,
     register_repeater,
-    repeated,
     use_backend,
 )
 from lightserve.common.ops.repack import FusesNorm, allocates_for, empty_packed, empty_weight, packs_for

@@ -18,8 +18,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Key = TypeVar("Key", bound=Hashable, contravariant=True)
-Result = TypeVar("Result", covariant=True)
+Key = TypeVar("Key", bound=Hashable)
 
 REFERENCE = "torch"
 
@@ -132,25 +131,25 @@ def active_backends() -> tuple[str, ...]:
     return tuple(_active)
 
 
-class Repeated(Protocol[Key, Result]):
-    """A function ``f(inputs, key)`` that does the same for each key, whatever the integers of ``inputs`` are."""
+class Repeater(Protocol[Key]):
+    """Calls a function that does the same for each key, whatever the integers of its inputs are."""
 
-    def __call__(self, inputs: Tensor, key: Key) -> Result:
-        """The result may be overwritten by the next call."""
+    def __call__(self, function: Callable[[Tensor, Key], R], inputs: Tensor, key: Key) -> R:
+        """Always of the same ``function``. The result may be overwritten by the next call."""
 
     def clear(self) -> None:
         """Forget addresses: memory is given back."""
 
 
-_repeaters: dict[str, Callable[[Callable[[Tensor, Any], Any]], Repeated[Any, Any]]] = {}
+_repeaters: dict[str, Callable[[], Repeater[Any]]] = {}
 
 
-def register_repeater(backend: str, make: Callable[[Callable[[Tensor, Any], Any]], Repeated[Any, Any]]) -> None:
-    """``make`` returns a function of ops that costs the host less when it is called again."""
+def register_repeater(backend: str, make: Callable[[], Repeater[Any]]) -> None:
+    """For functions of ops, which cost the host less when they are called again."""
     _repeaters[backend] = make
 
 
-def repeated(function: Callable[[Tensor, Any], R]) -> Repeated[Any, R] | None:
-    """``function``, by a backend that computes ops now; None: none of them knows how."""
-    make = next((_repeaters[backend] for backend in _active if backend in _repeaters), None)
-    return None if make is None else make(function)
+def new_repeater() -> Repeater[Any] | None:
+    """Of the backend that is asked first: what one before it did might not be seen. None: it has none."""
+    make = _repeaters.get(_active[0]) if _active else None
+    return None if make is None else make()
