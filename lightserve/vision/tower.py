@@ -20,6 +20,13 @@ class ImageTiles(NamedTuple):
     width: int
 
 
+class PackedPart(nn.Module, ABC):
+    """A part of a tower whose parameters take another form once they have values."""
+
+    @abstractmethod
+    def pack(self) -> None: ...
+
+
 class VisionTower(nn.Module, ABC):
     """Computes the embeddings of images. Its parameters have the names of the checkpoint, after a prefix.
 
@@ -39,6 +46,9 @@ class VisionTower(nn.Module, ABC):
 
     def pack(self) -> None:
         """Called when the parameters have values: they may take a form that computes faster, and lose their names."""
+        for module in self.modules():
+            if isinstance(module, PackedPart):
+                module.pack()
 
     def own_name(self, name: str) -> str | None:
         """The name of a checkpoint's tensor in the tower; None: it belongs to another part of the model."""

@@ -19,7 +19,7 @@ from lightserve.media.layouts.gemma4 import PATCH, Gemma4Images
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, axial_angles, segment_attention
 from lightserve.vision.rms_norm import RmsNorm, rms_normed
-from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, PackedPart, VisionTower, split_rows
 from lightserve.vision.vit import COLORS, activation, normalised, pixel_patches
 
 PARTS = ("vision_tower.", "embed_vision.")
@@ -112,7 +112,7 @@ class ClippedLinear(nn.Module):
         return out.clamp(self.output_min, self.output_max) if self._clips else out
 
 
-class Gemma4Attention(nn.Module):
+class Gemma4Attention(PackedPart):
     def __init__(self, config: Gemma4Vision) -> None:
         super().__init__()
         self.q_proj = ClippedLinear(config, config.size, config.heads * config.head_dim)
@@ -234,11 +234,6 @@ class Gemma4Tower(VisionTower):
     def own_name(self, name: str) -> str | None:
         name = name.removeprefix("model.")
         return name if name.startswith(PARTS) else None
-
-    def pack(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Gemma4Attention):
-                module.pack()
 
     @property
     def row_width(self) -> int:

@@ -20,7 +20,7 @@ from lightserve.media.layout import ImageLayout
 from lightserve.media.layouts.kimi_k25 import KimiImages
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, packed_attention
-from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, PackedPart, VisionTower, split_rows
 from lightserve.vision.vit import COLORS, patches_of
 
 PARTS = ("vision_tower.", "mm_projector.")
@@ -88,7 +88,7 @@ class KimiMlp(nn.Module):
         return out
 
 
-class KimiBlock(nn.Module):
+class KimiBlock(PackedPart):
     def __init__(self, config: KimiVision) -> None:
         super().__init__()
         self.norm0 = nn.LayerNorm(config.size, eps=EPS)
@@ -147,11 +147,6 @@ class KimiTower(VisionTower):
         name = name.removeprefix("model.")
         name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.", 1)  # of transformers 5.22
         return name if name.startswith(PARTS) else None
-
-    def pack(self) -> None:
-        for module in self.modules():
-            if isinstance(module, KimiBlock):
-                module.pack()
 
     @property
     def row_width(self) -> int:

@@ -20,7 +20,7 @@ from lightserve.media.layout import ImageLayout
 from lightserve.media.layouts.llama4 import Llama4Images
 from lightserve.model_files.config.images import ImageFiles
 from lightserve.vision.attention import Segments, axial_angles, segment_attention
-from lightserve.vision.tower import ImageTiles, VisionTower, split_rows
+from lightserve.vision.tower import ImageTiles, PackedPart, VisionTower, split_rows
 from lightserve.vision.vit import COLORS, VitMlp, squares_of
 
 PARTS = ("vision_model.", "multi_modal_projector.")
@@ -69,7 +69,7 @@ class Llama4Vision:
         )
 
 
-class Llama4Attention(nn.Module):
+class Llama4Attention(PackedPart):
     def __init__(self, config: Llama4Vision) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.size, config.size) for _ in range(3))
@@ -179,11 +179,6 @@ class Llama4Tower(VisionTower):
 
     def own_name(self, name: str) -> str | None:
         return name if name.startswith(PARTS) else None
-
-    def pack(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Llama4Attention):
-                module.pack()
 
     @property
     def row_width(self) -> int:
