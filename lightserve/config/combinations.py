@@ -138,6 +138,11 @@ def _kv_dtype(setup: Setup) -> str:
     return "" if setup.model is None or setup.model.kv_dtype is None else f"--kv_dtype {setup.model.kv_dtype}"
 
 
+def _state_dtype(setup: Setup) -> str:
+    dtype = setup.config.worker.state_dtype
+    return "" if dtype == "float32" else f"--state_dtype {dtype}"
+
+
 def _draft_head(setup: Setup) -> str:
     config = setup.config.worker.speculation
     return f"--speculative_config with the method {config.method}" if config is not None and config.has_head else ""
@@ -164,6 +169,7 @@ QUANTIZATION, QUANTIZATION_CONFIG = _set("worker", "quantization"), _set("worker
 DUMMY = Feature("dummy", lambda setup: "--load_format dummy" if setup.config.worker.load_format == "dummy" else "")
 LORA, MERGE_LORA = Feature("lora", _loras), _set("worker", "merge_lora")
 SPECULATION = _set("worker", "speculative_config")
+STATE_DTYPE = Feature("state_dtype", _state_dtype)
 DRAFT_HEAD = Feature("draft_head", _draft_head)
 KV_RAM = _above("worker", "kv_ram_gb", 0)
 MAX_WINDOWED, MAX_STATES = _above("worker", "max_windowed_token_num", 0), _above("worker", "max_state_rows", 0)
@@ -271,6 +277,14 @@ TABLE = (
     Conflict(EP, NO_EXPERTS, "it has no experts", "use --tp alone"),
     Conflict(MAX_WINDOWED, NO_WINDOWS, "none of its layers has a sliding window", "leave it out"),
     Conflict(MAX_STATES, NO_STATES, "none of its layers is recurrent", "leave it out"),
+    Conflict(STATE_DTYPE, NO_STATES, "none of its layers is recurrent", "leave it out"),
+    Conflict(STATE_DTYPE, DETERMINISTIC, "a state is rounded where a step ends", "leave out one of the flags"),
+    Conflict(
+        DRAFTED_STATES,
+        STATE_DTYPE,
+        "with drafts, states would be rounded at other tokens",
+        "leave out one of the flags",
+    ),
     Conflict(
         DRAFTED_STATES, DETERMINISTIC, "states of several tokens are computed at once", "leave out --speculative_config"
     ),

@@ -13,6 +13,7 @@ from lightserve.errors import OptionError
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
+StateDtype = Literal["float32", "bfloat16"]
 ModelImpl = Literal["auto", "lightserve", "transformers"]
 Task = Literal["generate", "embed", "token_embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
@@ -83,6 +84,14 @@ class WorkerConfig:
         "how the KV cache is stored: fp8 (e4m3) or int8 halve its size; none: as --data_type; auto: fp8 if the "
         "checkpoint was quantised for it, else none",
         "kv_cache_dtype",
+        group=FlagGroup.COMPUTATION,
+    )
+    state_dtype: StateDtype = option(
+        "float32",
+        "how the states of recurrent layers are stored: bfloat16 halves their memory and the time to read them, and "
+        "rounds them after each step",
+        "mamba_ssm_cache_dtype",
+        "mamba_ssm_dtype",
         group=FlagGroup.COMPUTATION,
     )
     quantization: Quantization | None = option(

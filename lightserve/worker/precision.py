@@ -22,11 +22,13 @@ def dtype_of(config: WorkerConfig, model: ModelConfig, platform: Device) -> torc
     return dtype
 
 
-def precision_summary(dtype: torch.dtype, model: ModelConfig, kv_dtype: str | None) -> str:
+def precision_summary(dtype: torch.dtype, model: ModelConfig, kv_dtype: str | None, state_dtype: str) -> str:
     """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
     details = [] if model.quantization is None else [str(model.quantization)]
     if kv_dtype is not None:
         details.append(f"KV in {kv_dtype}")
+    if state_dtype != "float32":
+        details.append(f"states in {state_dtype}")
     if model.is_of_transformers:
         details.append(OF_TRANSFORMERS)
     return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")

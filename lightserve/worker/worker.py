@@ -95,7 +95,8 @@ class ModelWorker:
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
-        computed = f"{precision_summary(dtype, self.model_config, self._kv_dtype)} on {shown_name(self._platform)}"
+        precision = precision_summary(dtype, self.model_config, self._kv_dtype, config.state_dtype)
+        computed = f"{precision} on {shown_name(self._platform)}"
         self.dtype_and_device = computed + ranks
         self.model = self._load_model(config, source, parallel, dtype, may_release_kv=has_trainer)
         self._head = load_draft_head(config, source, self.model)
@@ -206,6 +207,7 @@ class ModelWorker:
             max_req_total_len=self.max_req_total_len,
             tensor_metadata=of_model(all_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
+            state_dtype=getattr(torch, config.state_dtype),
             pooling=self.pooling,
             lora=lora_args(config),
             keeps_routed_experts=config.enable_return_routed_experts,

@@ -93,7 +93,7 @@ MODEL_OF = {
     "windowed_pool": "windows",
 }
 # of flags that only some models take: a pair is checked with such a model, unless the other feature is of another one
-MODEL_FOR = {"max_state_rows": "recurrent", "max_windowed_token_num": "windows"}
+MODEL_FOR = {"max_state_rows": "recurrent", "state_dtype": "recurrent", "max_windowed_token_num": "windows"}
 MODELS_OF_BOTH = {frozenset({"encoder", "unknown"}): "unknown_classifier"}
 
 
@@ -165,6 +165,7 @@ def examples(folder: Path) -> dict[str, Flags]:
         "speculative_config": {"speculative_config": '{"method": "ngram"}'},
         "draft_head": {"speculative_config": json.dumps({"method": "eagle3", "model": str(folder / "head")})},
         "roles": {"role": "prefill", **listen},
+        "state_dtype": {"state_dtype": "bfloat16"},
         "enable_rl": {"enable_rl": True},
         "enable_return_routed_experts": {"enable_return_routed_experts": True},
         "pinned_prefixes": {"pinned_prefixes": folder / "prompts.json"},

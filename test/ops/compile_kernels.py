@@ -309,6 +309,9 @@ def compile_state(dtype: torch.dtype) -> None:
     ops.mamba_scan.impls["triton"](*mamba_args(prompt, (1, 2, 64, 128), dtype, "cpu"))
     decode: list[Request] = [(1, 0, 0)]
     ops.gated_delta_rule.impls["triton"](*delta_args(decode, (1, 2, 128, 128), dtype, "cpu"))
+    for requests in (prompt, decode):
+        inputs, states, batch = delta_args(requests, (1, 2, 128, 128), dtype, "cpu")
+        ops.gated_delta_rule.impls["triton"](inputs, states.bfloat16(), batch)
     for requests in (decode, prompt):
         ops.causal_conv1d.impls["triton"](*conv_args(requests, 8192, dtype, "cpu"))
 

@@ -119,7 +119,8 @@ class TpPartBaseModel(LoadableModel):
         )
         sources = ((spec.layer_num, spec.kv_source) for spec in self.layer_specs)
         readers = tuple((layer, source) for layer, source in sources if source is not None)
-        return KvLayout(tuple(groups), state_groups(self.layer_specs, self.tp.size, self.args.dtype), readers)
+        states = state_groups(self.layer_specs, self.tp.size, self.args.dtype, self.args.state_dtype)
+        return KvLayout(tuple(groups), states, readers)
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.spec, self.tp)

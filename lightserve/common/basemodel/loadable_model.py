@@ -56,6 +56,7 @@ class ModelArgs:
     max_req_total_len: int
     tensor_metadata: Iterable[CheckpointTensor] = ()  # names, shapes and dtypes, to check them before loading
     kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
+    state_dtype: torch.dtype = torch.float32  # in which matrices of recurrent layers are stored
     pooling: PoolingConfig | None = None  # what the model computes instead of text
     lora: LoraArgs | None = None  # None: the model takes no adapters
     keeps_routed_experts: bool = False  # of every token in the KV cache

@@ -57,13 +57,13 @@ def _scan(scan: LinearScan, states: Tensor, batch: ops.StateBatch) -> Tensor:
     columns = (*queries_and_keys(scan, every), scan.v.float(), decays(scan, every), scan.beta[..., None])
     for tokens, read, write in batch.requests():
         request = [column[tokens] for column in columns]
-        if tokens.stop - tokens.start == 1:
+        if tokens.stop - tokens.start == 1 and states.dtype == torch.float32:
             state = torch.empty_like(states[0]) if write == ops.NO_ROW else states[write]
             if read != write:
                 state.copy_(read_state(states, read))
             out[tokens] = _scan_token(scan, request, state)
         else:
-            out[tokens], state = _scan_chunks(scan, request, read_state(states, read))
+            out[tokens], state = _scan_chunks(scan, request, read_state(states, read).float())
             write_state(states, write, state)
     if scan.skip is not None:
         out += scan.skip.float()[:, None] * scan.v

@@ -90,6 +90,7 @@ class StateTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_sum: bool = False  # over all tokens, such as the matrix of a linear scan: --state_dtype says how it is stored
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1:

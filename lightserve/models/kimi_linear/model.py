@@ -41,7 +41,7 @@ class KimiLinearTpPartModel(DeepseekTpPartModel):
         )
 
     def _kv_layout(self) -> bm.KvLayout:
-        states = bm.state_groups(self.layer_specs, self.tp.size, self.args.dtype)
+        states = bm.state_groups(self.layer_specs, self.tp.size, self.args.dtype, self.args.state_dtype)
         return replace(super()._kv_layout(), states=states)
 
     def _verify_params(self) -> None:

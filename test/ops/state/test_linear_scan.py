@@ -153,6 +153,22 @@ def test_mamba_scan_matches_its_definition(
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("requests", [[*MIXED, (1, 8, 8)], SNAPSHOTS], ids=["mixed", "snapshots"])
+def test_states_in_bfloat16_are_rounded_when_they_are_stored(backend: str, requests: list[Request]) -> None:
+    inputs, states, batch = delta_args(requests, SMALL_DELTA, torch.float32, device_of(backend))
+    stored = states.bfloat16()
+    exact = stored.float()
+    expected = ops.gated_delta_rule(inputs, exact, batch)
+
+    out = ops.gated_delta_rule.impls[backend](inputs, stored, batch)
+
+    # of the definition, which goes on behind a snapshot with the rounded state
+    tolerance = CLOSE if batch.snapshots is None else TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(out, expected, **tolerance)
+    torch.testing.assert_close(stored, exact.bfloat16(), equal_nan=True, **TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 @pytest.mark.parametrize("cut", [1, 5, 16, 31])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_a_request_may_be_cut_anywhere(backend: str, cut: int, by_channel: bool) -> None:
@@ -212,5 +228,5 @@ def test_tokens_with_the_same_key_replace_one_another(backend: str) -> None:
 def test_triton_refuses_a_state_in_half_precision() -> None:
     inputs, states, batch = delta_args(DECODES, SMALL_DELTA, torch.float16, device_of("triton"))
 
-    with pytest.raises(ValueError, match=r"the states must be float32, found torch\.float16"):
+    with pytest.raises(ValueError, match=r"the states must be float32 or bfloat16, found torch\.float16"):
         ops.gated_delta_rule.impls["triton"](inputs, states.half(), batch)

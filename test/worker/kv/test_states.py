@@ -192,6 +192,26 @@ def test_logprobs_of_a_deterministic_server_have_the_same_bits_in_any_step(hybri
     assert few_rows._scheduler.num_preemptions > 3
 
 
+def test_states_in_bfloat16_take_half_the_memory_and_hardly_change_logprobs(hybrid: tuple[str, Any]) -> None:
+    params = GenerationParams.of(max_new_tokens=COUNT, temperature=0, ignore_eos=True, logprobs=1)
+    prompts = [prompt(230, seed=1), prompt(40, seed=2)]
+    exact, rounded = make(hybrid), make(hybrid, state_dtype="bfloat16")
+
+    logprobs = [[one.logprobs for one in llm.generate(prompts, params)] for llm in (exact, rounded)]
+    warm = [one.logprobs for one in rounded.generate(prompts, params)]
+
+    layouts = [llm.worker.model.kv_layout for llm in (exact, rounded)]
+    sums = [
+        sum(tensor.num_bytes for group in one.states for tensor in group.tensors if tensor.is_sum) for one in layouts
+    ]
+    assert sums[0] == 2 * sums[1] > 0
+    assert "states in bfloat16" in rounded.worker.dtype_and_device
+    assert logprobs[0] != logprobs[1]
+    for expected, *found in zip(logprobs[0], logprobs[1], warm, strict=True):
+        assert found == [pytest.approx(expected, abs=0.05)] * 2
+    assert_idle(rounded)
+
+
 def test_the_worker_says_how_many_rows_it_has(hybrid: tuple[str, Any]) -> None:
     assert make(hybrid, 40).worker.kv_groups == (StateKv(40),)
 

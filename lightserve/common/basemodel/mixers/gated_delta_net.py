@@ -85,7 +85,7 @@ class GatedDeltaSpec(MixerSpec):
         channels = 2 * keys * self.key_dim + values * self.value_dim
         return (
             StateTensor((self.conv_width - 1, channels), dtype),
-            StateTensor((values, self.value_dim, self.key_dim), torch.float32),
+            StateTensor((values, self.value_dim, self.key_dim), torch.float32, is_sum=True),
         )
 
     def check_tp(self, size: int) -> None:

@@ -72,7 +72,7 @@ class KimiDeltaSpec(MixerSpec):
         heads = self.num_heads // tp_size
         return (
             StateTensor((self.conv_width - 1, 3 * heads * self.head_dim), dtype),
-            StateTensor((heads, self.head_dim, self.head_dim), torch.float32),
+            StateTensor((heads, self.head_dim, self.head_dim), torch.float32, is_sum=True),
         )
 
     def check_tp(self, size: int) -> None:

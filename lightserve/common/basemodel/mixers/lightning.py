@@ -58,7 +58,7 @@ class LightningSpec(MixerSpec):
 
     def state_tensors(self, tp_size: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """A matrix for each head."""
-        return (StateTensor((self.num_heads // tp_size, self.head_dim, self.head_dim), torch.float32),)
+        return (StateTensor((self.num_heads // tp_size, self.head_dim, self.head_dim), torch.float32, is_sum=True),)
 
     def check_tp(self, size: int) -> None:
         check_divides("heads of recurrent layers", self.num_heads, size)

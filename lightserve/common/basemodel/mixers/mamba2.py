@@ -91,7 +91,7 @@ class Mamba2Spec(MixerSpec):
         channels = heads * self.head_dim + 2 * groups * self.state_dim
         return (
             StateTensor((self.conv_width - 1, channels), dtype),
-            StateTensor((heads, self.head_dim, self.state_dim), torch.float32),
+            StateTensor((heads, self.head_dim, self.state_dim), torch.float32, is_sum=True),
         )
 
     def check_tp(self, size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,13 +61,20 @@ class MixerSpec(ABC):
         """Roughly, of all linears."""
 
 
-def state_groups(specs: Iterable[LayerSpec], tp_size: int, dtype: torch.dtype) -> tuple[StateGroup, ...]:
-    """The layers with mixers, those whose states have the same shapes together."""
+def state_groups(
+    specs: Iterable[LayerSpec], tp_size: int, dtype: torch.dtype, sum_dtype: torch.dtype = torch.float32
+) -> tuple[StateGroup, ...]:
+    """The layers with mixers, those whose states have the same shapes together. ``sum_dtype``: of matrices."""
     layers: dict[tuple[StateTensor, ...], list[int]] = {}
     for spec in specs:
         if spec.mixer is not None:
-            layers.setdefault(spec.mixer.state_tensors(tp_size, dtype), []).append(spec.layer_num)
+            tensors = (_stored(tensor, sum_dtype) for tensor in spec.mixer.state_tensors(tp_size, dtype))
+            layers.setdefault(tuple(tensors), []).append(spec.layer_num)
     return tuple(StateGroup(tuple(numbers), tensors) for tensors, numbers in layers.items())
+
+
+def _stored(tensor: StateTensor, sum_dtype: torch.dtype) -> StateTensor:
+    return replace(tensor, dtype=sum_dtype) if tensor.is_sum else tensor
 
 
 def check_divides(what: str, count: int, tp_size: int) -> None:

@@ -40,6 +40,6 @@ def delta_gates(a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[T
 def gated_delta_rule(inputs: DeltaInputs, states: Tensor, batch: StateBatch) -> Tensor:
     """``S = S * decay; S += beta * (v - S k) k^T; out = S q / sqrt(k_dim)`` for each token and head.
 
-    ``states`` ``[rows, heads, v_dim, k_dim]`` in float32; the result is like ``v``.
+    ``states`` ``[rows, heads, v_dim, k_dim]`` in float32 or bfloat16; the result is like ``v``.
     """
     return scan_by_token(inputs.scan(), states, batch)

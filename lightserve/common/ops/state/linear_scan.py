@@ -51,7 +51,10 @@ def decays(scan: LinearScan, tokens: slice) -> Tensor:
 
 
 def scan_by_token(scan: LinearScan, states: Tensor, batch: StateBatch) -> Tensor:
-    """The definition. ``states`` ``[rows, heads, v_dim, k_dim]`` in float32; the result is like ``v``."""
+    """The definition. ``states`` ``[rows, heads, v_dim, k_dim]``; the result is like ``v``.
+
+    Computed in float32: states in bfloat16 are rounded where a step, or the part before a snapshot, ends.
+    """
     out = scan.v.new_empty(scan.v.shape)
     for tokens, read, write in batch.requests():
         state = read_state(states, read).float()

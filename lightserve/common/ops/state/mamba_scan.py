@@ -40,6 +40,6 @@ class MambaParams(NamedTuple):
 def mamba_scan(inputs: MambaInputs, params: MambaParams, states: Tensor, batch: StateBatch) -> Tensor:
     """``S = S * exp(step * a) + step * x b^T; out = S c + d * x`` for each token and head.
 
-    ``states`` ``[rows, heads, dim, state_dim]`` in float32; the result is like ``x``.
+    ``states`` ``[rows, heads, dim, state_dim]`` in float32 or bfloat16; the result is like ``x``.
     """
     return scan_by_token(inputs.scan(*params.steps(inputs.dt), params.d), states, batch)

@@ -188,7 +188,9 @@ def _chunk_scan_kernel(
     key_offset = head // heads_per_key * k_dim
     decay_dim = k_dim if BY_CHANNEL else 1
     state_ptrs = states_ptr + head * v_dim * k_dim + values[:, None] * k_dim + keys[None, :]
-    state = tl.load(state_ptrs + read_row * state_row_stride, mask=state_mask & (read_row >= 0), other=0.0)
+    state = tl.load(state_ptrs + read_row * state_row_stride, mask=state_mask & (read_row >= 0), other=0.0).to(
+        tl.float32
+    )
 
     # what is before the snapshot, and what is behind it
     for _ in tl.static_range(1 if snapshot_rows_ptr is None else 2):

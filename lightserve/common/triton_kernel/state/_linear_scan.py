@@ -21,6 +21,7 @@ FEW_TOKENS = 4  # of a request, which the recurrence computes: a chunk would be 
 # Tokens of a chunk by bytes of an element. With 64 wgmma gets operands from registers, and fails on Hopper.
 CHUNK_TOKENS = {2: 32, 4: 16}
 BLOCK_V = 32  # values of a program; not measured
+STATE_DTYPES = (torch.float32, torch.bfloat16)  # as they are stored; steps compute in float32
 
 
 class Sizes(NamedTuple):
@@ -50,8 +51,8 @@ def _check(op: str, scan: LinearScan, states: Tensor, batch: ops.StateBatch) -> 
     check_batch(op, batch)
     if not (scan.log_decay.is_contiguous() and scan.beta.is_contiguous() and states[0].is_contiguous()):
         raise ValueError(f"{op}: decays, betas and the rows of the states must be contiguous; call contiguous() first")
-    if states.dtype != torch.float32:
-        raise ValueError(f"{op}: the states must be float32, found {states.dtype}")
+    if states.dtype not in STATE_DTYPES:
+        raise ValueError(f"{op}: the states must be float32 or bfloat16, found {states.dtype}")
 
 
 def _scan_tokens(scan: LinearScan, states: Tensor, batch: ops.StateBatch, sizes: Sizes, out: Tensor) -> None:

@@ -51,7 +51,7 @@ def _recurrent_scan_kernel(
     mask = in_value[:, None] & in_key[None, :]
     key_offsets = head // heads_per_key * k_dim + keys
     state_ptrs = states_ptr + head * v_dim * k_dim + values[:, None] * k_dim + keys[None, :]
-    state = tl.load(state_ptrs + read_row * state_row_stride, mask=mask & (read_row >= 0), other=0.0)
+    state = tl.load(state_ptrs + read_row * state_row_stride, mask=mask & (read_row >= 0), other=0.0).to(tl.float32)
 
     for token in range(start, end):
         q = tl.load(q_ptr + token * q_stride + key_offsets, mask=in_key, other=0.0).to(tl.float32)
