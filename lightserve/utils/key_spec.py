@@ -9,6 +9,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from lightserve.utils.spelling import nearest
+
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 NUMBERS = ("requests_per_minute", "concurrency")
 FIELDS = ("name", *NUMBERS)
@@ -33,10 +35,10 @@ class KeySpec:
 
 
 def parse_key(text: str) -> KeySpec:
-    """Raises ValueError, without the key. A key without fields may contain spaces."""
+    """Raises ValueError, without the key. A key without fields may contain spaces, but nothing like a field."""
     key, *words = text.split() or [text]
     pairs = [word.partition("=") for word in words]
-    if not any(name in FIELDS and equals for name, equals, _ in pairs):
+    if not any(equals and nearest(name, FIELDS) for name, equals, _ in pairs):
         return KeySpec(text)
     values = {}
     for name, equals, value in pairs:

@@ -53,7 +53,8 @@ class KeyLimiter:
         if limit is None or (running := self.usage.total(digest, Column.RUNNING)) < limit:
             return
         self.usage.add(digest, Column.REFUSED_CONCURRENCY)
-        message = f"{running} requests of this API key are running; the limit is {limit} (--key_concurrency)"
+        flag = "" if spec.concurrency else " (--key_concurrency)"
+        message = f"{running} requests of this API key are running; its limit is {limit}{flag}"
         raise KeyLimitError(f"{message}; send the next one when one has ended", retry_after_s=1)
 
     def _check_rate(self, digest: bytes, spec: KeySpec) -> None:
@@ -62,7 +63,8 @@ class KeyLimiter:
             return
         self.usage.add(digest, Column.REFUSED_RATE)
         seconds = math.ceil(wait_s)
-        message = f"the limit of this API key is {limit} requests a minute (--key_requests_per_minute)"
+        flag = "" if spec.requests_per_minute else " (--key_requests_per_minute)"
+        message = f"the limit of this API key is {limit} requests a minute{flag}"
         raise KeyLimitError(f"{message}; try again in {seconds} s", retry_after_s=seconds)
 
     def count_tokens(self, owner: str, prompt_tokens: int, output_tokens: int) -> None:

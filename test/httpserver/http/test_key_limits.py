@@ -83,7 +83,7 @@ def test_requests_at_once_are_limited() -> None:
 
     with limited.counted(DIGEST, "/generate"), limited.counted(DIGEST, "/generate"):
         with (
-            pytest.raises(KeyLimitError, match=r"2 requests of this API key are running; the limit is 2 \(--key_conc"),
+            pytest.raises(KeyLimitError, match=r"2 requests of this API key are running; its limit is 2 \(--key_conc"),
             limited.counted(DIGEST, "/generate"),
         ):
             pass
@@ -100,6 +100,18 @@ def test_a_key_has_its_own_limits_and_others_are_not_affected() -> None:
 
     assert [send(limited, tight.digest) is None for _ in range(3)] == [True, False, False]
     assert [send(limited, usual.digest) is None for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute=1", "concurrency=1"])
+def test_a_limit_of_a_key_alone_names_no_flag(limit: str) -> None:
+    own = parse_key(f"a {limit}")
+    limited = limiter(Clock(), KeyLimits(2, 2), own)
+
+    with limited.counted(own.digest, "/x"), pytest.raises(KeyLimitError) as caught, limited.counted(own.digest, "/x"):
+        pass
+
+    assert "limit" in str(caught.value)
+    assert "--key_" not in str(caught.value)
 
 
 def test_all_processes_count_together_and_a_dead_one_runs_nothing(tmp_path: Path) -> None:
@@ -167,6 +179,8 @@ def test_lines_of_a_key_file(text: str, spec: KeySpec) -> None:
         "secret name=",
         "secret name=a rpm=3",
         "secret name=a b",
+        "secret nam=a",
+        "secret request_per_minute=3",
     ],
 )
 def test_wrong_lines_are_refused_without_showing_the_key(text: str) -> None:
