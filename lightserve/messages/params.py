@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import reprlib
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -203,9 +204,7 @@ class GenerationParams(msgspec.Struct, frozen=True, omit_defaults=True):
         changed: dict[str, dict[str, Any]] = {}
         for name, value in fields.items():
             if name not in _PART_OF:
-                near = nearest(name, _PART_OF)
-                hint = f"did you mean {near}?" if near else f"known: {', '.join(_PART_OF)}"
-                raise InvalidRequestError(f"{name}: there is no such parameter; {hint}", name)
+                raise unknown_parameter(name, _PART_OF)
             changed.setdefault(_PART_OF[name], {})[name] = value
         parts = {
             attribute: msgspec.structs.replace(getattr(self, attribute), **values)
@@ -214,12 +213,20 @@ class GenerationParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, **parts)
 
 
+def unknown_parameter(name: str, known: Collection[str]) -> InvalidRequestError:
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+    return InvalidRequestError(f"{name}: there is no such parameter; {hint}", name)
+
+
 _PART_OF = {  # parameter: the field of GenerationParams that has it
     field.name: attribute
     for attribute, params in (("sampling", SamplingParams), ("stopping", StoppingParams), ("text", TextParams))
     for field in msgspec.structs.fields(params)
 }
 
+
+NAMES = tuple(_PART_OF)
 
 # The priority of background requests, such as lines of batches: whatever the policy, requests of clients go first.
 BACKGROUND_PRIORITY = INT32_MAX

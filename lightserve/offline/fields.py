@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightserve.errors import InvalidRequestError
-from lightserve.messages.params import GenerationParams, GrammarSpec
+from lightserve.messages.params import NAMES, GenerationParams, GrammarSpec, unknown_parameter
 from lightserve.text.grammar.specs import choice_grammar, schema_grammar
 
 MAX_N = 1024
 GRAMMARS = ("json_schema", "regex", "choice")
+OWN_NAMES = ("max_tokens", "n", *GRAMMARS)
 
 
 def known_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same parameters under the names of GenerationParams."""
+    for name in fields:
+        if name not in NAMES and name not in OWN_NAMES:
+            raise unknown_parameter(name, (*OWN_NAMES, *NAMES))
     known = {name: value for name, value in fields.items() if name not in ("max_tokens", *GRAMMARS)}
     if "max_tokens" in fields:
         if "max_new_tokens" in fields:

@@ -287,6 +287,17 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_name(name: str, hint: 
 
 
 @pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_token", "did you mean max_tokens?"), ("guided_json", "known: max_tokens, n, json_schema, regex, choice, ")],
+)
+def test_a_parameter_of_nobody_is_refused_with_a_name_of_the_page(llm: LLM, name: str, hint: str) -> None:
+    fields: dict[str, Any] = {name: 3}
+
+    with pytest.raises(InvalidRequestError, match=re.escape(f"{name}: there is no such parameter; {hint}")):
+        llm.generate("a", **fields)
+
+
+@pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"model_dir": "/no/such/folder"}, ModelFilesError, "/no/such/folder"),
