@@ -303,6 +303,7 @@ TORCH_FREE = [
     "ipc.worker_calls",
 ]
 MAY_USE_CUDA = ("common.device.cuda", "common.triton_kernel")  # cuda.py and its parts, cuda_graph.py and others
+CUDA_TEXT = re.compile(r"(torch\.)?cuda([.:]\S*)?")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
@@ -413,23 +414,47 @@ for name in {TORCH_FREE!r}:
 
 
 def uses_cuda(tree: ast.AST) -> Iterator[str]:
-    """``torch.cuda``, in an annotation too, and imports of it."""
+    """``torch.cuda`` under any name, in an annotation too, tensors that move to CUDA, and comparisons with its name."""
+    names = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}  # of --device
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
-            yield f"line {node.lineno}"
+        match node:
+            case ast.Attribute(attr="cuda" | "is_cuda") if ast.unparse(node) != "torch.version.cuda":
+                yield f"line {node.lineno}"
+            case ast.Constant(value=str(text)) if CUDA_TEXT.fullmatch(text) and id(node) not in names:
+                yield f"line {node.lineno}"
     yield from (name for name in imports_of(tree) if is_within(name, "torch.cuda"))
 
 
 def test_only_the_device_and_the_kernels_use_cuda() -> None:
     for path in modules():
         text = path.read_text()
-        if not dotted(path).startswith(MAY_USE_CUDA) and re.search(r"\bcuda\b", text):
+        if not dotted(path).startswith(MAY_USE_CUDA) and re.search(r"cuda\b", text):
             assert list(uses_cuda(ast.parse(text))) == [], f"{path}: ask the Device"
 
 
-@pytest.mark.parametrize("source", ["torch.cuda.synchronize()", "import torch.cuda", "from torch import cuda"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.cuda.synchronize()",
+        "import torch.cuda",
+        "import torch.cuda as c",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "import torch as t; t.cuda.synchronize()",
+        "getattr(torch, 'cuda')",
+        "import_module('torch.cuda')",
+        "x.to('cuda:0')",
+        "x.cuda()",
+        "x.is_cuda",
+        "x.device.type == 'cuda'",
+    ],
+)
 def test_each_use_of_cuda_would_be_found(source: str) -> None:
     assert len(list(uses_cuda(ast.parse(source)))) == 1
+
+
+def test_names_of_devices_and_versions_are_no_use_of_cuda() -> None:
+    assert list(uses_cuda(ast.parse("built_for = {'cuda': torch.version.cuda}"))) == []
 
 
 def test_only_one_package_imports_ray() -> None:
