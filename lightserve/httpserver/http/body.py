@@ -39,7 +39,7 @@ class Body(BaseModel):
     """Unknown fields are allowed: clients send fields of other servers. Types are strict: a bool is not a number.
 
     The validator of a class is built for its first body, which takes 1 to 15 ms: all 153 of them would be a quarter
-    second of every start, and a server is asked for few of them.
+    second of every start, and a server is asked for few of them. Those that most clients send are built in main.py.
     """
 
     model_config = ConfigDict(
