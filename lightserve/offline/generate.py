@@ -16,7 +16,6 @@ from lightserve.messages.params import GenerationParams
 if TYPE_CHECKING:
     from lightserve.offline.llm import LLM
 
-OF_THE_SERVER = ("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote")  # an LLM has no KV tiers
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
 
@@ -36,7 +35,6 @@ def arguments() -> Parser:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     add_flags(parser, WorkerConfig)
-    parser.hide(OF_THE_SERVER)
     return parser
 
 

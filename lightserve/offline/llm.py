@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import InvalidRequestError, PromptTooLongError, TextOnlyError
@@ -26,11 +26,14 @@ from lightserve.offline.image_parts import for_template, split_prompt
 from lightserve.offline.images import ImagePrompt, apply_sight, open_images, plain_ids
 from lightserve.offline.options import known_options
 from lightserve.offline.pooling import PoolingMethods
-from lightserve.offline.ranks import start_ranks
+from lightserve.offline.ranks import server_config, start_ranks
 from lightserve.offline.results import Generation, StreamOut
 from lightserve.router.images.image_waits import without_image_ids
 from lightserve.router.kv.group_pools import make_group_pools
+from lightserve.router.kv.identity import kv_identity
 from lightserve.router.kv.pool import KvPool
+from lightserve.router.kv.tiers.tiers import KvTiers
+from lightserve.router.lora.registry import adapter_salt
 from lightserve.router.req import Req
 from lightserve.router.scheduler import GroupScheduler, LoraSlots, Scheduler, SchedulerLimits, make_limits
 from lightserve.text.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
@@ -42,6 +45,11 @@ logger = init_logger(__name__)
 Prompt = str | Sequence[int] | Mapping[str, Any]  # vLLM's form may have images
 Loras = str | Sequence[str | None] | None  # an adapter for all prompts, or one each
 Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
+
+
+class Adapter(NamedTuple):
+    lora_id: int
+    digest: str  # of its files
 
 
 class LLM(PoolingMethods):
@@ -74,19 +82,23 @@ class LLM(PoolingMethods):
         ranks = start_ranks(self.config, source, images)
         engine = ranks.engine
         limits = make_limits(self.config, RouterConfig(), engine.step_limits, engine.pooling)
-        scheduler = Scheduler(*(self._new_group(engine, limits) for _ in range(self.config.num_groups)))
+        identity = kv_identity(server_config(self.config, source), engine)
+        scheduler = Scheduler(*(self._new_group(engine, limits, identity) for _ in range(self.config.num_groups)))
         if images is not None:
             images.use_scheduler(scheduler)
         super().__init__(ranks, scheduler, tokenizer, images)
         self.eos_token_ids = engine.eos_token_ids
         self.pooling = served_pooling(self.config, source)
-        self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
+        self._adapters: dict[str, Adapter] = {}  # those that are loaded, by folder
         self._ids = itertools.count()
 
-    def _new_group(self, engine: EngineInfo, limits: SchedulerLimits) -> GroupScheduler:
+    def _new_group(self, engine: EngineInfo, limits: SchedulerLimits, identity: str) -> GroupScheduler:
         tokens = engine.max_total_token_num
         pool = KvPool(tokens, make_group_pools(engine.kv_groups, tokens), limits.kv_lookahead)
-        return GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras))
+        group = GroupScheduler(pool, limits, loras=LoraSlots(self.config.num_loras))
+        if engine.cpu_kv is not None:
+            group.add_source(KvTiers(pool, engine.cpu_kv, identity))
+        return group
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -221,18 +233,19 @@ class LLM(PoolingMethods):
         loras = [lora] * len(many) if lora is None or isinstance(lora, str) else list(lora)
         if len(loras) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts but {len(loras)} adapters")
-        ids = [self._adapter(adapter) for adapter in loras]
+        adapters = [self._adapter(adapter) for adapter in loras]
         requests = [
             self._request(prompt, repeated(prompt_params.replace(**fields), choice))
             for prompt, prompt_params in zip(many, params, strict=True)
             for choice in range(n)
         ]
-        for req, lora_id in zip(requests, [lora_id for lora_id in ids for _ in range(n)], strict=True):
-            req.lora_id, req.salt = lora_id, "" if lora_id is None else f"lora {lora_id}"
+        for req, adapter in zip(requests, [adapter for adapter in adapters for _ in range(n)], strict=True):
+            if adapter is not None:
+                req.lora_id, req.salt = adapter.lora_id, adapter_salt(adapter.digest) + req.salt
         return requests
 
-    def _adapter(self, lora: str | None) -> int | None:
-        """The id of an adapter, which is in host memory afterwards."""
+    def _adapter(self, lora: str | None) -> Adapter | None:
+        """An adapter that is in host memory afterwards."""
         if lora is None:
             return None
         if not self._engine.lora_slots:
@@ -243,7 +256,7 @@ class LLM(PoolingMethods):
             loaded = self._ranks.load_adapter(LoraLoad(lora_id, folder))
             if loaded.error:
                 raise InvalidRequestError(f"the adapter {lora!r} cannot be used: {loaded.error}", "lora")
-            self._adapters[folder] = lora_id
+            self._adapters[folder] = Adapter(lora_id, loaded.digest)
             for group in self._scheduler.groups:
                 group.loras.loaded.add(lora_id)
         return self._adapters[folder]

@@ -12,16 +12,18 @@ import weakref
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import ServerError
 from lightserve.ipc.process import ChildConfig
-from lightserve.ipc.worker_calls import LOAD_LORA
+from lightserve.ipc.worker_calls import LOAD_LORA, WorkerCall
 from lightserve.messages.control import EngineInfo
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import LoraLoad, LoraLoaded
+from lightserve.offline.kv_calls import Send
 from lightserve.router.workers.client import RpycModelClient
 from lightserve.server.child_process import EXIT_GRACE_S
 from lightserve.server.engine_processes import EngineProcesses
@@ -29,6 +31,8 @@ from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
+
+Reply = TypeVar("Reply")
 
 
 class RankProcesses:
@@ -72,6 +76,9 @@ class RankProcesses:
     def load_adapter(self, adapter: LoraLoad) -> LoraLoaded:
         return self._host.load_adapter(adapter)
 
+    def send_to_group(self, group: int) -> Send:
+        return partial(self._host.send_to_group, group)
+
     def close(self) -> None:
         self._end()
 
@@ -105,6 +112,12 @@ class _RankHost:
         result: Future[StepResult] = Future()
         self._loop.call_soon_threadsafe(self._send, step, result)
         return result
+
+    def send_to_group(self, group: int, call: WorkerCall[Any, Reply], request: Any) -> Future[Reply | None]:
+        async def ask() -> Reply | None:
+            return await self._client.group(group).call(call, request)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop)
 
     def load_adapter(self, adapter: LoraLoad) -> LoraLoaded:
         async def load() -> LoraLoaded | None:

@@ -15,7 +15,9 @@ from lightserve.messages.step import Step
 from lightserve.messages.worker_calls import LoraLoad, LoraLoaded
 from lightserve.model_files.source import ModelSource
 from lightserve.offline.images import OfflineImages
+from lightserve.offline.kv_calls import LocalCalls, Send
 from lightserve.offline.rank_processes import RankProcesses
+from lightserve.worker.call_handlers import call_handlers
 from lightserve.worker.engine_info import engine_info
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.select import worker_class
@@ -38,6 +40,9 @@ class Ranks(Protocol):
     def load_adapter(self, adapter: LoraLoad) -> LoraLoaded:
         """Into the host memory of all ranks."""
 
+    def send_to_group(self, group: int) -> Send:
+        """Calls to the ranks of an attention group, from any thread."""
+
     def close(self) -> None: ...
 
 
@@ -48,7 +53,9 @@ class OneRank:
         self.worker = worker_class(config, source)(config, source, Parallel())
         if images is not None:
             self.worker.enable_images(images.arena)
+        self.worker.add_cpu_offload(config, num_engines=1)
         self.worker.capture()
+        self._calls = LocalCalls(call_handlers(self.worker, profiler=None))
         self.engine = engine_info(self.worker, config, source)
         self._device = config.device
 
@@ -63,7 +70,11 @@ class OneRank:
             raise ServerError("the worker has no slots for adapters")
         return self.worker.loras.load(adapter)
 
+    def send_to_group(self, group: int) -> Send:
+        return self._calls.send
+
     def close(self) -> None:
+        self._calls.close()
         del self.worker
         gc.collect()
         pick_device(self._device).free_cached_memory()
@@ -73,6 +84,10 @@ def start_ranks(config: WorkerConfig, source: ModelSource, images: OfflineImages
     """Several ranks are processes with a device each; one is in this process."""
     if config.num_ranks == 1:
         return OneRank(config, source, images)
+    return RankProcesses(server_config(config, source), None if images is None else images.arena_fd)
+
+
+def server_config(config: WorkerConfig, source: ModelSource) -> ServerConfig:
+    """Of a server with the same ranks."""
     worker = replace(config, model_dir=str(source.path))  # whose files are all here
-    server = ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
-    return RankProcesses(server, None if images is None else images.arena_fd)
+    return ServerConfig(worker=worker, router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())

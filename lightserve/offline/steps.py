@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,13 +18,13 @@ from lightserve.messages.params import FinishReason
 from lightserve.messages.step import ReqFailed, StepResult, TokenOut
 from lightserve.model_files.tokenizer.tokenizer import Tokenizer
 from lightserve.offline.images import OfflineImages, is_of
+from lightserve.offline.kv_sources import KvSources, LaunchedStep
 from lightserve.offline.ranks import Ranks
 from lightserve.offline.results import StreamOut
 from lightserve.router.images.image_waits import ImageFailed, without_image_ids
 from lightserve.router.req import Req
 from lightserve.router.scheduler import ReqTokens, Scheduler
 from lightserve.text.logprobs import unpack_prompt_logprobs
-from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
 
@@ -38,17 +40,20 @@ class OfflineSteps:
         self._tokenizer = tokenizer
         self._images = images
         self._open: dict[int, _OpenStream] = {}
-        self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
+        self._in_flight: deque[LaunchedStep] = deque()  # oldest first
+        self._kv = KvSources(scheduler, ranks)
         self._embeddings: dict[int, bytes] = {}  # by request: results that are not returned yet
         self._failures: dict[int, str] = {}  # by request: messages of failed ones that have no stream
 
     def close(self) -> None:
         """Free the memory of the model. An LLM that is closed cannot be used any more."""
         if "_ranks" in self.__dict__:
+            with suppress(ServerError):  # a rank has died
+                self._save_prefixes()
             self._open.clear()
             self._in_flight.clear()
             self._ranks.close()
-            del self._ranks, self._scheduler
+            del self._ranks, self._scheduler, self._kv
 
     @property
     def worker(self) -> ModelWorker:
@@ -93,21 +98,51 @@ class OfflineSteps:
         try:
             if self._images is not None and self._fail_images(self._images.encode()):
                 return
-            while len(self._in_flight) < self._engine.pipeline_depth and (step := self._scheduler.next_step()):
-                self._in_flight.append(self._ranks.launch(step))
-            if not self._in_flight:
+            if not self._advance():
                 raise ServerError("the request was dropped because a step of its batch failed")
-            result = self._in_flight.popleft()()
-            self._scheduler.complete_step()
-            self._distribute(result)
-        except Exception:
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def _advance(self) -> bool:
+        """Until a step, or KV that requests wait for, is there. Returns False if there is nothing to wait for."""
+        self._kv.deliver()
+        while len(self._in_flight) < self._engine.pipeline_depth and (step := self._scheduler.next_step(monotonic())):
+            launched_s = monotonic()
+            self._in_flight.append(LaunchedStep(launched_s, step.num_prompt_tokens, self._ranks.launch(step)))
+            self._kv.on_launched(step)
+        if not self._in_flight:
+            return self._kv.wait()
+        oldest = self._in_flight[0]
+        result = oldest.result()
+        self._in_flight.popleft()
+        self._scheduler.complete_step()
+        self._kv.on_completed(oldest)
+        self._distribute(result)
+        return True
+
+    def _recover(self, error: BaseException) -> None:
+        """All requests are lost. An interrupt may have stopped the scheduler in the middle of a change."""
+        if isinstance(error, Exception) and not self._kv:
             self._drop_requests()
             self._scheduler.cancel_steps()
-            raise
-        except BaseException:  # an interrupt may have stopped the scheduler in the middle of a change
-            self._drop_requests()
+            return
+        in_flight = tuple(self._in_flight)
+        self._drop_requests()
+        try:
+            if self._kv:
+                self._kv.settle(in_flight)
+        finally:
             self._scheduler.reset()
-            raise
+            self._kv.connect()
+
+    def _save_prefixes(self) -> None:
+        """Write what only the KV pool has to the tiers below host memory, as an idle server does."""
+        if self._engine.cpu_kv is not None and self._engine.cpu_kv.storage_tiers:
+            self._open.clear()
+            self._scheduler.drop(lambda req: True)
+            while self._advance():
+                pass
 
     def _drop_requests(self) -> None:
         """End all streams. The ranks have no request afterwards."""

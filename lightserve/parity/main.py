@@ -22,7 +22,7 @@ from lightserve.utils.extras import install_command
 if TYPE_CHECKING:
     from lightserve.parity.run import Parity, PromptResult
 
-# an LLM in this process has one rank and no KV tiers; adapters are not compared
+# one rank in this process is compared, without KV tiers and adapters
 OF_THE_SERVER = (
     *("tp", "pp", "ep", "enable_dp_attention", "attention_dp", "disable_custom_allreduce"),
     *("kv_ram_gb", "kv_disk_gb", "kv_disk_dir", "kv_remote", "task", "pooling", "score_template", "load_format"),

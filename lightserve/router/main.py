@@ -58,7 +58,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     groups = [_new_group(engine, limits, policy) for _ in range(config.worker.num_groups)]
     _enable_images(child_config, groups)
-    identity = await kv_identity(config, engine)
+    identity = await asyncio.to_thread(kv_identity, config, engine)
     for group in groups:
         if child_config.role == "decode":
             group.add_source(RemoteKvSource(group.pool, outbox.send))

@@ -16,7 +16,7 @@ from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.router.kv.source import KvSource
 from lightserve.router.output_processor import OutputProcessor
-from lightserve.router.scheduler import Scheduler, background_pause_s
+from lightserve.router.scheduler import Scheduler, background_pause_s, next_deadline_s
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
 from lightserve.router.workers.client import ModelClient
 from lightserve.utils.trace_recorder import TraceRecorder
@@ -228,7 +228,7 @@ class StepLoop:
         step = scheduler.next_step(now)
         metrics.preempted(scheduler.num_preemptions - preemptions)
         metrics.evicted(_num_evicted(scheduler) - evicted)
-        self._set_deadline(_next_deadline_s(scheduler), now)
+        self._set_deadline(next_deadline_s(scheduler.groups), now)
         return step
 
     def _set_deadline(self, deadline_s: float | None, now: float) -> None:
@@ -296,12 +296,6 @@ class StepLoop:
         if crashing_request is not None:
             self._output_processor.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
         self._output_processor.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
-
-
-def _next_deadline_s(scheduler: Scheduler) -> float | None:
-    """When to plan again though nothing has happened: a request stops waiting for an event. None: none will."""
-    deadlines = (group.queue.next_deadline_s() for group in scheduler.groups)
-    return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
 
 def _num_evicted(scheduler: Scheduler) -> int:

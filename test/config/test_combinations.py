@@ -273,7 +273,7 @@ def test_a_server_without_flags_has_no_conflict(folder: Path, model: str) -> Non
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"kv_ram_gb": 1.0}, "--kv_ram_gb 1 cannot be used with LLM(): it has the KV pool only; start a server, which"),
+        ({"visual_dp": 2}, "--visual_dp 2 cannot be used with LLM(): it encodes images in its own process; start a"),
         (
             {"max_windowed_token_num": 9},
             "--max_windowed_token_num 9 cannot be used with a qwen3_moe model: none of its",

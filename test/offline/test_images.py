@@ -182,3 +182,22 @@ def test_a_video_is_a_list_of_frames_or_an_animation(llm: LLM, tmp_path: Path) -
 
     assert len({out.text for out in outs}) == 1
     assert [out.prompt_ids for out in outs] == [[1, START, *[PAD] * 24, END, 40, 2]] * 3
+
+
+def test_prompts_whose_tokens_see_later_ones_share_no_kv(tmp_path: Path) -> None:
+    """PaliGemma reads the image and the whole prompt at once, so a longer prompt changes the KV of its beginning."""
+    from test.vision_families import save_family  # here, because it imports many models of transformers
+
+    save_family(tmp_path, "paligemma")
+    options: dict[str, Any] = {"device": "cpu", "max_total_token_num": 500, "embed_cache_gb": 0.01}
+    image = {"type": "image", "image": picture(32, 32, 1)}
+    chats = [says(image, text(" ".join(f"w{5 + n}" for n in range(count)))) for count in (9, 30)]
+
+    with LLM(str(tmp_path), **options) as llm:
+        after_each_other = [llm.generate(llm.chat_prompts(chat), **FIELDS, logprobs=1)[0] for chat in chats]
+        prompts = [len(out.prompt_ids) for out in after_each_other]
+    with LLM(str(tmp_path), **options) as llm:
+        (alone,) = llm.generate(llm.chat_prompts(chats[1]), **FIELDS, logprobs=1)
+
+    assert after_each_other[1].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert prompts[1] > prompts[0] > 9

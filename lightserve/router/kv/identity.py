@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +21,10 @@ HASHERS = 8  # files that are read at once
 CACHE = "weights.json"  # in --kv_disk_dir: hashes of files that have not changed since
 
 
-async def kv_identity(config: ServerConfig, engine: EngineInfo) -> str:
-    """Empty if no KV outlives the workers."""
+def kv_identity(config: ServerConfig, engine: EngineInfo) -> str:
+    """Empty if no KV outlives the workers. It reads all weights."""
     if engine.cpu_kv is None or not engine.cpu_kv.storage_tiers:
         return ""
-    return await asyncio.to_thread(_identity, config, engine)
-
-
-def _identity(config: ServerConfig, engine: EngineInfo) -> str:
     worker = config.worker
     source = resolve(worker.model_dir, needs_weights=worker.load_format == "auto")
     files = [] if worker.load_format == "dummy" else source.weight_files()

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from lightserve.ipc.worker_calls import WorkerCaller
+from lightserve.ipc.worker_calls import WorkerCall
 from lightserve.messages.cluster import KvCancel
 from lightserve.messages.step import KvLoad, KvRecv, KvSend, KvStore, NewReq, Step
 from lightserve.messages.worker_calls import KvReceived
-from lightserve.router.kv.tiers.storage import StorageClient
+from lightserve.router.kv.tiers.storage import Reply, StorageClient
 from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
+
+Request = TypeVar("Request")
+Replied = TypeVar("Replied")
 
 
 class LoadContext(NamedTuple):
@@ -93,7 +96,12 @@ class StartedKvReceiver(KvReceiverHandle, Protocol):
     def start(self) -> None: ...
 
 
-class KvWorkers(WorkerCaller, Protocol):
+class KvCaller(Protocol):
+    def call(self, call: WorkerCall[Request, Replied], request: Request) -> Reply[Replied | None]:
+        """None: the workers are lost."""
+
+
+class KvWorkers(KvCaller, Protocol):
     """The workers of an attention group, as far as the sources of its KV need them."""
 
     @property

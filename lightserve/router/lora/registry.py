@@ -36,7 +36,7 @@ class RegisteredAdapter:
     @property
     def salt(self) -> str:
         """Of the prefixes that are computed with it. Others with the same files have the same one."""
-        return f"lora {self.digest or f'{self.lora_id} not loaded'} "
+        return adapter_salt(self.digest or f"{self.lora_id} not loaded")
 
     def for_client(self, message: str) -> str:
         """A message about its files, without the path of the folder on this machine."""
@@ -49,6 +49,10 @@ class RegisteredAdapter:
                 f"{self.folder}: the files have changed since the adapter {self.name!r} was registered; "
                 "POST /v1/unload_lora_adapter, then load it again"
             )
+
+
+def adapter_salt(digest: str) -> str:
+    return f"lora {digest} "
 
 
 class AdapterRegistry:

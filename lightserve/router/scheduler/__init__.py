@@ -20,7 +20,7 @@ may be planned before the tokens of the first are back: workers run steps in ord
 earlier step in flight still reads.
 """
 
-from lightserve.router.scheduler.group import GroupScheduler, background_pause_s
+from lightserve.router.scheduler.group import GroupScheduler, background_pause_s, next_deadline_s
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.scheduler import ReqTokens, Scheduler
@@ -33,4 +33,5 @@ __all__ = [
     "SchedulerLimits",
     "background_pause_s",
     "make_limits",
+    "next_deadline_s",
 ]

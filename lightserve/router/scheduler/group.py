@@ -320,3 +320,9 @@ def background_pause_s(groups: Sequence[GroupScheduler], now_s: float) -> float 
         return None
     limits = [group.planner.background for group in groups]
     return max((limit.pause_s for limit in limits if limit.tokens(now_s) is not None), default=None)
+
+
+def next_deadline_s(groups: Sequence[GroupScheduler]) -> float | None:
+    """When to plan again though nothing has happened: a request stops waiting for an event. None: none will."""
+    deadlines = (group.queue.next_deadline_s() for group in groups)
+    return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)

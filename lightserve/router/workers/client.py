@@ -22,7 +22,8 @@ from lightserve.ipc.worker_calls import (
 )
 from lightserve.messages.step import Step, StepResult
 from lightserve.messages.worker_calls import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup, KvReceived
-from lightserve.router.kv.source import KvWorkers
+from lightserve.router.kv.source import KvCaller, KvWorkers
+from lightserve.router.kv.tiers.storage import Reply as KvReply
 from lightserve.router.workers.calls import RankCalls
 from lightserve.router.workers.connection import CONNECT_S, RankConnections, close_all, connect_ranks
 from lightserve.utils.logger import init_logger
@@ -151,7 +152,10 @@ class RpycModelClient:
             group.use_receivers(addresses)
 
     def kv_workers(self, group: int) -> KvWorkers:
-        return self._groups[group]
+        return self.group(group)
+
+    def group(self, number: int) -> GroupWorkers:
+        return self._groups[number]
 
     def serves(self, call: WorkerCall[Any, Any]) -> bool:
         return self._calls.serves(call)
@@ -234,14 +238,14 @@ class GroupWorkers:
 class StorageCalls:
     """See StorageClient."""
 
-    def __init__(self, workers: WorkerCaller) -> None:
+    def __init__(self, workers: KvCaller) -> None:
         self._workers = workers
 
-    def lookup(self, command: KvLookup) -> asyncio.Future[list[int] | None]:
+    def lookup(self, command: KvLookup) -> KvReply[list[int] | None]:
         return self._workers.call(LOOKUP_KV, command)
 
-    def fetch(self, command: KvFetch) -> asyncio.Future[KvFetched | None]:
+    def fetch(self, command: KvFetch) -> KvReply[KvFetched | None]:
         return self._workers.call(FETCH_KV, command)
 
-    def flush(self, command: KvFlush) -> asyncio.Future[KvFlushed | None]:
+    def flush(self, command: KvFlush) -> KvReply[KvFlushed | None]:
         return self._workers.call(FLUSH_KV, command)

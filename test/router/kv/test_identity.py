@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def test_stored_kv_has_the_identity_of_what_the_workers_compute(tmp_path: Path, 
 
     def identity(kv: KvIdentity) -> str:
         ready = EngineInfo(1000, 1000, 1000, 1, cpu_kv=CpuKvSize(1, 64, ("disk",)), kv_identity=kv)
-        return asyncio.run(kv_identity(config, ready))
+        return kv_identity(config, ready)
 
     other = {int: 2, str: "another", bool: True}[type(getattr(KV, field))]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from asyncio import Future
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from lightserve.router.kv.tiers.cpu_block_tables import CpuBlockTables
 from lightserve.router.kv.tiers.group_blocks import LoadPlan, PrefixBlocks
 from lightserve.router.kv.tiers.load_or_recompute import LoadOrRecompute, Rate
 from lightserve.router.kv.tiers.offload_queue import OffloadQueue
-from lightserve.router.kv.tiers.storage import StorageTiers
+from lightserve.router.kv.tiers.storage import Reply, StorageTiers
 from lightserve.router.observability.stats import Figures
 from lightserve.router.req import Req
 from lightserve.router.req_queue import Wait
@@ -111,7 +110,7 @@ class KvTiers(KvSource, PoolListener):
         for load in step.loads:
             workers.call(WAIT_FOR_LOAD, load.load_id).add_done_callback(partial(self._on_loaded, load.load_id))
 
-    def _on_loaded(self, load_id: int, reply: Future[KvLoaded | None]) -> None:
+    def _on_loaded(self, load_id: int, reply: Reply[KvLoaded | None]) -> None:
         self.finish(load_id, reply.result())
         self._wake()
 
