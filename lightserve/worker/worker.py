@@ -83,8 +83,7 @@ class ModelWorker:
         self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic, config.ops_backend)
         num_ranks = parallel.num_ranks
-        is_packed = self._platform.keeps_gguf_packed(num_ranks)
-        is_packed = is_packed and config.quantization_config is None
+        is_packed = self._platform.keeps_gguf_packed(num_ranks) and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
         check_head_dim(self._platform, max(self.model_config.head_dims))
