@@ -20,6 +20,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 MAX_SERVERS = 16  # of a request
+MAX_SHOWN = 8  # names in an error
 _closing: set[asyncio.Task[None]] = set()
 
 
@@ -125,10 +126,24 @@ async def _list(session: McpSession, param: str) -> Sequence[McpTool]:
     if server.listed is not None:
         return server.listed
     try:
-        return await session.tools()
+        listed = await session.tools()
     except McpError as error:
         problem = f"{param}: the tools of the MCP server {server.label!r} cannot be listed: {error}"
         raise McpError(problem, error.details, param) from error
+    _check_names(server, listed, param)
+    return listed
+
+
+def _check_names(server: McpServer, listed: Sequence[McpTool], param: str) -> None:
+    """Without any of its allowed tools the model would get none, and nobody would know why."""
+    has, wanted = [tool.name for tool in listed], server.allowed.names
+    if wanted and wanted.isdisjoint(has):
+        problem = f"{param}: the MCP server {server.label!r} has no tool {_shown(sorted(wanted))}; it has {_shown(has)}"
+        raise InvalidRequestError(problem, param)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(repr(name[:64]) for name in names[:MAX_SHOWN]) or "none"
 
 
 def _hosted(session: McpSession, listed: Iterable[McpTool]) -> Iterator[HostedTool]:

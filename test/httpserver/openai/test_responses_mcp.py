@@ -217,6 +217,18 @@ def test_only_allowed_tools_are_offered(server: Server, mcp: RealServer) -> None
         assert [one["name"] for one in response["output"][0]["tools"]] == ["add"]
 
 
+def test_allowed_tools_that_the_server_does_not_have_are_refused_with_those_that_it_has(
+    server: Server, mcp: RealServer
+) -> None:
+    body = {"model": "tiny", "input": "Hi", "tools": [tool(mcp, allowed_tools=["ad", "plus"])]}
+
+    response = server.http.post("/v1/responses", json=body)
+
+    assert response.status_code == 400
+    assert "the MCP server 'calc' has no tool 'ad', 'plus'; it has 'add', " in response.json()["error"]["message"]
+    assert server.engine.received == []
+
+
 def test_secrets_reach_the_server_and_nobody_else(server: Server, mcp: RealServer) -> None:
     server.engine.script = rounds(ADD, "5.")
 
