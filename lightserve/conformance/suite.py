@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightserve.bench.ceilings import measure_ceilings
 from lightserve.bench.kernel_cases import LLAMA3_8B, TINY, InputFactory, cases_of
-from lightserve.bench.kernels import row_of
+from lightserve.bench.kernels import HEADER, row_of
 from lightserve.common import ops
 from lightserve.common.compile.client import compilers_for
 from lightserve.common.device import Device
@@ -75,7 +75,7 @@ class Suite:
         dtype, is_cpu = self._platform.dtypes[0], self._platform.torch_type == "cpu"
         loads, ceilings = TINY_LOADS if is_cpu else LOADS, measure_ceilings(self._device, dtype)
         print(f"\nspeed in {dtype}; {ceilings}")
-        print(f"{'op':20} {'rows or requests':>16} {'us':>10} {'reached':>16} {'of most':>7} {'torch us':>10}")
+        print(HEADER)
         for case in cases_of(TINY if is_cpu else LLAMA3_8B, dtype):
             if case.load in loads:
                 print(row_of(case, InputFactory(self._device, dtype), ceilings), flush=True)
