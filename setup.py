@@ -69,6 +69,7 @@ setup(
     cmdclass={"build_ext": BuildCpuKernels},
     package_data={
         "lightserve.common.cpu_kernel": ["csrc/*"],
+        "lightserve.common.device": ["csrc/*"],  # compiled when a trainer's server starts on a GPU
         "lightserve.httpserver.web": ["chat/**/*", "docs/*"],
     },
     install_requires=[

@@ -24,14 +24,14 @@ from lightserve.messages.worker_calls import (
     KvFlushed,
     KvLoaded,
     KvLookup,
-    KvMemory,
-    KvMemoryChanged,
     KvReceived,
     LoraLoad,
     LoraLoaded,
+    MemoryChanged,
     ProfileChunk,
     ProfileCommand,
     ProfileResult,
+    ReleasedMemory,
 )
 from lightserve.utils.logger import init_logger
 
@@ -158,8 +158,8 @@ def _all_chunks(replies: Sequence[list[ProfileChunk]]) -> list[ProfileChunk]:
     return [chunk for reply in replies for chunk in reply]
 
 
-def _all_changed(replies: Sequence[KvMemoryChanged]) -> KvMemoryChanged:
-    changed = KvMemoryChanged(keeps_graphs=all(reply.keeps_graphs for reply in replies))
+def _all_changed(replies: Sequence[MemoryChanged]) -> MemoryChanged:
+    changed = MemoryChanged(keeps_graphs=all(reply.keeps_graphs for reply in replies))
     return next((reply for reply in replies if reply.error), changed)
 
 
@@ -205,8 +205,8 @@ PROFILE: WorkerCall[ProfileCommand, ProfileResult] = WorkerCall(
     "profile", ProfileCommand, ProfileResult, _all_paths, failed=lambda error: ProfileResult(error=error)
 )
 READ_PROFILE: WorkerCall[None, list[ProfileChunk]] = WorkerCall("read_profile", None, list[ProfileChunk], _all_chunks)
-SET_KV_MEMORY: WorkerCall[KvMemory, KvMemoryChanged] = WorkerCall(
-    "set_kv_memory", KvMemory, KvMemoryChanged, _all_changed, failed=lambda error: KvMemoryChanged(error)
+SET_MEMORY: WorkerCall[ReleasedMemory, MemoryChanged] = WorkerCall(
+    "set_memory", ReleasedMemory, MemoryChanged, _all_changed, failed=lambda error: MemoryChanged(error)
 )
 UPDATE_WEIGHTS: WorkerCall[WorkerWeightsCommand, WorkerWeightsReply] = WorkerCall(
     "update_weights",

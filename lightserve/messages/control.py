@@ -188,13 +188,15 @@ class NewWorkers(msgspec.Struct, frozen=True, tag=True):
 class StopWorkers(msgspec.Struct, frozen=True, tag=True):
     """The router of --enable_rl sleeps: stop its workers, and start none until StartWorkers."""
 
+    only_dead: bool = False  # they stay, without weights in their memory; if they die, WorkersStopped is sent
+
 
 class WorkersStopped(msgspec.Struct, frozen=True, tag=True):
     """The reply to StopWorkers: their memory is free."""
 
 
 class StartWorkers(msgspec.Struct, frozen=True, tag=True):
-    """The router wakes up. The reply is NewWorkers."""
+    """The router wakes up. The reply is NewWorkers, unless the workers have stayed."""
 
 
 class EngineJoined(msgspec.Struct, frozen=True, tag=True):

@@ -143,7 +143,8 @@ class Sleep(msgspec.Struct, frozen=True, tag=True):
 
     query_id: int
     mode: PauseMode = "abort"  # as of PauseGeneration
-    tags: list[str] = []  # of MEMORY_TAGS; empty: all. Without ``weights``, nothing is freed
+    tags: list[str] = []  # of MEMORY_TAGS; empty: all
+    keeps_weights: bool = True  # in host memory, if the workers can; otherwise they are stopped
 
 
 class WakeUp(msgspec.Struct, frozen=True, tag=True):

@@ -37,14 +37,15 @@ class LoraLoaded(msgspec.Struct, frozen=True):
     digest: str = ""  # of its files
 
 
-class KvMemory(msgspec.Struct, frozen=True):
-    """Free the memory of the KV cache, or take it again. No step is in flight, and nothing in the cache is needed."""
+class ReleasedMemory(msgspec.Struct, frozen=True):
+    """Free this memory, and take the rest again. No step is in flight, and nothing in the KV cache is needed."""
 
-    is_released: bool
+    kv: bool = False
+    weights: bool = False  # move them to the host; a worker that cannot has failed, and keeps them
 
 
-class KvMemoryChanged(msgspec.Struct, frozen=True):
-    """The reply to a KvMemory."""
+class MemoryChanged(msgspec.Struct, frozen=True):
+    """The reply to a ReleasedMemory."""
 
     error: str = ""  # why it has failed
     keeps_graphs: bool = False  # CUDA graphs stay valid

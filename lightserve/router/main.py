@@ -174,7 +174,7 @@ async def _handle_launcher(
         elif isinstance(message, HttpProcessLost):
             manager.abort_http_process(message)
         elif isinstance(message, WorkersStopped):
-            manager.rl.sleep.on_workers_changed()
+            manager.rl.sleep.on_workers_stopped()
         elif isinstance(message, NewWorkers):
             try:
                 workers = await connect(message.generation)

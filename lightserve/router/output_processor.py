@@ -37,7 +37,7 @@ class OutputProcessor:
         self._aborted: list[int] = []  # requests aborted since the last message
         self.weight_version = ""  # empty: the weights were never replaced
         self.problem = ""  # why no text can be generated with them
-        self.is_sleeping = False  # the workers are stopped: --enable_rl
+        self.is_sleeping = False  # the weights have no memory: --enable_rl
         self.adapter_digests: Callable[[], dict[str, str]] = dict  # see RouterStats
         self.pinned: PinnedPrefixes | None = None  # set if there are pinned prefixes
         self._publishers: list[tuple[CachedBlocks, Callable[[KvCacheEvents], None]]] = []  # to the dispatcher
@@ -130,8 +130,9 @@ class OutputProcessor:
         self._send_events()
         suspects = [] if has_workers else [req_id for req_id in _crash_suspects(scheduler) if req_id >= 0]
         snapshot = self.metrics.snapshot()
+        is_able = has_workers and not self.is_sleeping
         stats = RouterStats(
-            step_age_s, snapshot, has_workers, suspects, self.is_sleeping, self.problem, self.adapter_digests()
+            step_age_s, snapshot, is_able, suspects, self.is_sleeping, self.problem, self.adapter_digests()
         )
         self._to_detokenization.send(stats)
 

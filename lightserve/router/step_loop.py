@@ -137,16 +137,19 @@ class StepLoop:
         self._model = model
         self._connect_sources()
         self.has_workers = True
-        self._output_processor.is_sleeping = False
-        self._output_processor.send_heartbeat(0.0, has_workers=True)  # /health should not wait for the next one
+        self.set_sleeping(False)
         self.wake()
 
     def suspend_workers(self) -> None:
         """No step is in flight. The workers are about to be stopped: all KV is lost, and requests wait for new ones."""
         self.has_workers = False
         self._scheduler.recover_from_crash()
-        self._output_processor.is_sleeping = True
-        self._output_processor.send_heartbeat(0.0, has_workers=False)
+        self.set_sleeping(True)
+
+    def set_sleeping(self, is_sleeping: bool) -> None:
+        """A sleeping server generates nothing, though its workers may be there. /health says it at once."""
+        self._output_processor.is_sleeping = is_sleeping
+        self._output_processor.send_heartbeat(0.0, self.has_workers)
 
     def close_workers(self) -> None:
         """They have stopped."""

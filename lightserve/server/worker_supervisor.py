@@ -31,6 +31,7 @@ class WorkerSupervisor(Supervisor):
         self._begin_s = time.monotonic()
         self._generation_lost_to_request: int | None = None  # the last one
         self._is_stopping = False  # the router wants the workers to stop
+        self._is_asleep = False  # the workers hold no weights: the router wants no new ones if they die
         self._must_start = asyncio.Event()  # the router wants workers again
         self._waking: asyncio.Task[None] | None = None
 
@@ -48,14 +49,13 @@ class WorkerSupervisor(Supervisor):
         self._is_stopping = False
         while True:
             died = await self._processes.wait_worker_death()
-            if not self._is_stopping or not await self._processes.reap_workers(REAP_TIMEOUT_S):
+            if not (self._is_stopping or self._is_asleep) or not await self._processes.reap_workers(REAP_TIMEOUT_S):
                 return died
             await self._sleep()
 
     async def _sleep(self) -> None:
         """Until the router wakes up. Then a death of the new workers is one as any other."""
-        self._is_stopping = False
-        self._must_start.clear()
+        self._is_stopping = self._is_asleep = False
         self._processes.router.send(WorkersStopped())
         print_line("asleep: the workers are stopped, and their memory is free")
         await self._must_start.wait()
@@ -96,8 +96,12 @@ class WorkerSupervisor(Supervisor):
 
     def _handle_sleep(self, message: StopWorkers | StartWorkers) -> None:
         if isinstance(message, StartWorkers):
+            self._is_asleep = False
             self._must_start.set()
-        else:
+            return
+        self._must_start.clear()
+        self._is_asleep = message.only_dead
+        if not message.only_dead:
             self._is_stopping = True
             self._processes.kill_workers("the router sleeps")
 

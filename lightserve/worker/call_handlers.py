@@ -15,7 +15,7 @@ from lightserve.ipc.worker_calls import (
     PROFILE,
     READ_PROFILE,
     RECEIVE_KV,
-    SET_KV_MEMORY,
+    SET_MEMORY,
     UPDATE_WEIGHTS,
     WAIT_FOR_LOAD,
 )
@@ -42,8 +42,8 @@ def call_handlers(worker: ModelWorker, profiler: WorkerProfiler | None) -> list[
         handlers.append(handler(CANCEL_RECEIVE, receiver.cancel))
     if worker.weights is not None:
         handlers.append(handler(UPDATE_WEIGHTS, worker.weights.handle))
-    if worker.kv_memory is not None:
-        handlers.append(handler(SET_KV_MEMORY, worker.kv_memory.handle))
+    if worker.memory is not None:
+        handlers.append(handler(SET_MEMORY, worker.memory.handle))
     if profiler is not None:
         handlers += [handler(PROFILE, profiler.run), handler(READ_PROFILE, lambda _: [profiler.read()])]
     return handlers

@@ -33,7 +33,6 @@ from lightserve.worker.batch.images import BatchImages
 from lightserve.worker.batch.infer_batch import InferBatch, PackedStep
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.kv.identity import exchanged_identity, make_kv_identity, rank_of
-from lightserve.worker.kv.memory import KvPoolMemory, memory_to_release
 from lightserve.worker.kv.offload.cpu_offload import CpuOffload, make_cpu_offload
 from lightserve.worker.kv.offload.storage_backend import StorageBackend, make_storage_backend
 from lightserve.worker.kv.pools import kept_tokens
@@ -41,6 +40,7 @@ from lightserve.worker.kv.size import kv_size
 from lightserve.worker.kv.state_size import DETERMINISTIC_BLOCK
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
+from lightserve.worker.memory import WorkerMemory, memory_to_release, weight_pool, weights_in
 from lightserve.worker.precision import dtype_of, precision_summary
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
@@ -70,6 +70,11 @@ class ModelWorker:
     A step passes the parts in this order: batch, sampler (its plan), masks, runner, sampler, collector.
     """
 
+    cpu_offload: CpuOffload | None = None
+    storage_tiers: StorageBackend | None = None
+    weights: WeightUpdater | None = None
+    memory: WorkerMemory | None = None
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -97,8 +102,10 @@ class ModelWorker:
         precision = precision_summary(dtype, self.model_config, self._kv_dtype, config.state_dtype)
         computed = f"{precision} on {shown_name(self._platform)}"
         self.dtype_and_device = computed + ranks
-        self.model = self._load_model(config, source, parallel, dtype, may_release_kv=has_trainer)
-        self._head = load_draft_head(config, source, self.model)
+        self._weight_pool = weight_pool(self._platform, self._device) if has_trainer else None
+        with weights_in(self._weight_pool):
+            self.model = self._load_model(config, source, parallel, dtype, may_release_kv=has_trainer)
+            self._head = load_draft_head(config, source, self.model)
         self.kv_identity = make_kv_identity(config, self.model, computed)
         self._batch = InferBatch(
             self.model.req_manager,
@@ -118,11 +125,7 @@ class ModelWorker:
             self._batch.enable_states()
         self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
         self._parallel = parallel
-        self.cpu_offload: CpuOffload | None = None
-        self.storage_tiers: StorageBackend | None = None
         self.kv_transfer = KvTransfer()
-        self.weights: WeightUpdater | None = None
-        self.kv_memory: KvPoolMemory | None = None
         self._init_steps(config, source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -139,10 +142,13 @@ class ModelWorker:
         self.storage_tiers = make_storage_backend(config, self.cpu_offload, self.kv_identity, rank, num_writers)
 
     def add_trainer_calls(self, config: WorkerConfig) -> None:
-        """Let a trainer replace the weights, and use the memory of the KV cache."""
+        """Let a trainer replace the weights, and use the memory of this worker."""
         self.weights = WeightUpdater(config, self.model, self._platform, self._parallel.rank, self._head)
         if self.pooling is None:
-            self.kv_memory = KvPoolMemory(self.model.mem_manager, self._runner, self._platform, self._device)
+            self.memory = memory = WorkerMemory(
+                self.model.mem_manager, self._weight_pool, self._runner, self._platform, self._device
+            )
+            self.weights.are_away = lambda: memory.released.weights
 
     def enable_images(self, memory: mmap | ArenaReader) -> None:
         """Requests may have images. ``memory``: where the encoder writes their embeddings."""

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LONG = 1500  # runs until it is aborted
+MOVES_WEIGHTS = may_have_gpu("cuda")  # to the host: the workers stay
 KV_METHOD = "kv_unmapped" if may_have_gpu("cuda") else "kv_freed"  # GPUs keep its addresses
 KEPT = 250  # tokens: more than come before a sleep that follows the first one
 
@@ -84,9 +85,9 @@ def test_a_kept_request_goes_on_after_a_sleep_with_the_same_text(
     restarts = server.metrics()["worker_restarts_total"]
     running = Stream(server, KEPT)
 
-    status, slept = server.post("/sleep?level=1&mode=keep", {})
+    status, slept = server.post("/sleep?level=2&mode=keep", {})
 
-    assert (status, slept) == (200, {"status": "sleeping", "level": 1, "method": "workers_stopped"})
+    assert (status, slept) == (200, {"status": "sleeping", "level": 2, "method": "workers_stopped"})
     assert workers(server) == 0
     assert 0 < len(running.first["output_ids"]) < KEPT
     waiting = clients.submit(generate, server, 3)
@@ -107,7 +108,7 @@ def test_tags_are_released_and_resumed_one_after_the_other(server: ServerProcess
     assert server.post("/release_memory_occupation", {}) == (200, None)
 
     assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
-    assert workers(server) == 0
+    assert bool(workers(server)) is MOVES_WEIGHTS
     waiting = clients.submit(generate, server, 3)
     assert server.post("/resume_memory_occupation", {"tags": ["weights"]}) == (200, None)
     assert workers(server) > 0
@@ -156,7 +157,7 @@ def test_an_unknown_tag_is_named(server: ServerProcess) -> None:
 
 def test_a_worker_that_dies_while_it_wakes_up_is_replaced(server: ServerProcess, clients: ThreadPoolExecutor) -> None:
     whole = generate(server, 3)["output_ids"]
-    assert server.post("/sleep", {})[0] == 200
+    assert server.post("/sleep?level=2", {})[0] == 200
     waking = clients.submit(server.post, "/wake_up", {})
     wait_until(lambda: workers(server) > 0)
 

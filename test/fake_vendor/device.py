@@ -22,6 +22,7 @@ from test.fake_vendor.driver import MISSING, FakeDriver, allocate
 from test.fake_vendor.events import VARIABLE, record
 from test.fake_vendor.no_cuda import forbid_cuda
 from test.fake_vendor.ops import BACKEND
+from test.fake_vendor.pool import HostPools
 
 Key = TypeVar("Key", bound=Hashable)
 Out = TypeVar("Out")
@@ -61,6 +62,7 @@ class FakeDevice(Device):
     launches_async = False
     step_timeout_s = 600.0
     driver = FakeDriver()
+    memory_pools = HostPools()
 
     def unavailable_reason(self) -> str | None:
         return os.environ.get(MISSING)

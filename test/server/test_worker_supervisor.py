@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightserve.config import LaunchConfig
-from lightserve.messages.control import WorkersLost
+from lightserve.messages.control import StartWorkers, StopWorkers, WorkersLost, WorkersStopped
 from lightserve.server import worker_supervisor
 from lightserve.server.supervisor import MAX_FAILED_RESTARTS
 from lightserve.server.worker_supervisor import WorkerSupervisor
@@ -211,3 +211,53 @@ def test_a_crash_caused_by_a_request_does_not_count_as_a_failed_restart(
 
     assert deaths_until_it_gives_up(set()) == 3
     assert deaths_until_it_gives_up({1, 3, 5}) == 8
+
+
+class MortalProcesses(CrashingProcesses):
+    """Workers that die when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(set())
+        self.sent: list[Any] = []
+        self.router.send = self.sent.append
+        self.num_starts = 0
+        self.deaths = asyncio.Queue[None]()
+
+    async def wait_worker_death(self) -> Any:
+        await self.deaths.get()
+        return RuntimeError("it was killed")
+
+    async def start_workers(self) -> None:
+        self.num_starts += 1
+
+    async def wait_workers_ready(self) -> str:
+        self.sent.append("ready")
+        return self.engine
+
+
+@pytest.mark.parametrize("is_woken", [False, True])
+def test_workers_that_die_in_their_sleep_are_started_when_the_router_wakes_up(is_woken: bool) -> None:
+    """A trainer has their memory: workers that load a model would not find any."""
+
+    async def run() -> None:
+        processes: Any = MortalProcesses()
+        supervisor = WorkerSupervisor(processes, LaunchConfig())
+        tasks = [asyncio.create_task(supervisor.handle_router_reports()), asyncio.create_task(supervisor.run())]
+        reports = processes.router.worker_reports
+        for report in [StopWorkers(only_dead=True), *([StartWorkers()] if is_woken else [])]:
+            reports.put_nowait(report)
+        await until_in_loop(lambda: reports.empty())
+
+        processes.deaths.put_nowait(None)
+        if not is_woken:
+            await until_in_loop(lambda: WorkersStopped() in processes.sent)
+            assert processes.num_starts == 0
+            reports.put_nowait(StartWorkers())
+        await until_in_loop(lambda: "ready" in processes.sent)
+
+        assert processes.num_starts == 1
+        assert (WorkersStopped() in processes.sent) is not is_woken
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())

@@ -124,6 +124,32 @@ class MemoryMapper(Protocol):
     def take(self, num_bytes: int, device: torch.device) -> MappedMemory: ...
 
 
+class MappedPool(Protocol):
+    """Memory of a device for many tensors, whose content can be moved to the host while its addresses stay."""
+
+    def use(self) -> AbstractContextManager[object]:
+        """What this thread allocates within it is in this memory."""
+
+    def settle(self) -> None:
+        """Nothing more will be allocated in it: give back what is not used."""
+
+    def release(self) -> None:
+        """Copy everything to the host, after what was launched, and give the memory back.
+
+        Raises if the host has no room: then nothing has changed. Nothing may use the memory until ``restore``.
+        """
+
+    def restore(self) -> None:
+        """Take the memory again, with its content. Raises ``torch.OutOfMemoryError`` if others have it."""
+
+
+class MemoryPools(Protocol):
+    """Of a kind of device."""
+
+    def open(self, device: torch.device) -> MappedPool | None:
+        """None: ``device`` or its machine cannot do it."""
+
+
 class Driver(Protocol):
     """What the driver of a kind of device says, in its own words."""
 
@@ -167,6 +193,7 @@ class Device(ABC):
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
     streams: ClassVar[Streams | None] = None  # for copies; None: it launches in one order
     memory_mapper: ClassVar[MemoryMapper | None] = None  # for memory whose addresses stay; None: there is none
+    memory_pools: ClassVar[MemoryPools | None] = None  # for weights that move to the host; None: the worker is stopped
     driver: ClassVar[Driver | None] = None  # which says what is wrong with it; None: torch says it
     caution: ClassVar[str] = ""  # what an operator should know before trusting it; shown in the banner
     # lengths that use every code path. Triton compiles a kernel for 1, one for multiples of 16, one for other lengths

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from lightserve.common.device.base import Communicator, Device, Graphs, MemoryMapper, Out, Stream, in_host_memory
+from lightserve.common.device.base import (
+    Communicator,
+    Device,
+    Graphs,
+    MemoryMapper,
+    MemoryPools,
+    Out,
+    Stream,
+    in_host_memory,
+)
 from lightserve.common.device.cuda_copy_stream import CudaCopyStream
 from lightserve.common.device.cuda_graph import CudaGraphs, as_one_graph
 from lightserve.common.device.cuda_mapped import CudaMemoryMapper
 from lightserve.common.device.cuda_nccl import NcclCommunicator
+from lightserve.common.device.cuda_pool import CudaMemoryPools
 from lightserve.common.device.profile import Profile, gpu_profile
 from lightserve.common.ops import DeviceTraits
 from lightserve.errors import ServerError
@@ -63,6 +73,7 @@ class CudaDevice(Device):
     launches_async = True
     streams = CudaStreams()
     memory_mapper: ClassVar[MemoryMapper | None] = CudaMemoryMapper()
+    memory_pools: ClassVar[MemoryPools | None] = CudaMemoryPools()
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/attention/_attention.py
 

@@ -76,10 +76,10 @@ def _driver() -> Any:
 
 class CudaMemoryMapper:
     def can_map(self, device: torch.device) -> bool:
-        _make_context_current(device)
+        make_context_current(device)
         is_supported = c_int()
         with suppress(OSError, AttributeError):  # no such library, or an old one
-            _check(_driver().cuDeviceGetAttribute(byref(is_supported), IS_SUPPORTED, device.index))
+            check(_driver().cuDeviceGetAttribute(byref(is_supported), IS_SUPPORTED, device.index))
         return bool(is_supported.value)
 
     def take(self, num_bytes: int, device: torch.device) -> CudaMappedMemory:
@@ -96,18 +96,18 @@ class CudaMappedMemory:
         self._allocation = Allocation(type=PINNED, location=self._location)
         self._has_pages = False
         self._address = c_uint64()
-        _make_context_current(device)
+        make_context_current(device)
         granularity = c_size_t()
-        _check(_driver().cuMemGetAllocationGranularity(byref(granularity), byref(self._allocation), MINIMUM))
+        check(_driver().cuMemGetAllocationGranularity(byref(granularity), byref(self._allocation), MINIMUM))
         self._size = -(-num_bytes // granularity.value) * granularity.value
-        _check(_driver().cuMemAddressReserve(byref(self._address), self._size, 0, 0, 0))
+        check(_driver().cuMemAddressReserve(byref(self._address), self._size, 0, 0, 0))
         self.restore()
 
     def __del__(self) -> None:
         if self._address.value and not sys.is_finalizing():
             with suppress(RuntimeError, ServerError):  # a GPU that has failed is lost with this process
                 self.release()
-                _check(_driver().cuMemAddressFree(self._address, self._size))
+                check(_driver().cuMemAddressFree(self._address, self._size))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -120,22 +120,22 @@ class CudaMappedMemory:
 
     def release(self) -> None:
         if self._has_pages:
-            _make_context_current(self._device)  # and wait: what was launched may use the memory
-            _check(_driver().cuMemUnmap(self._address, self._size))
+            make_context_current(self._device)  # and wait: what was launched may use the memory
+            check(_driver().cuMemUnmap(self._address, self._size))
             self._has_pages = False
 
     def restore(self) -> None:
         if self._has_pages:
             return
-        _make_context_current(self._device)
+        make_context_current(self._device)
         pages = self._new_pages()
         try:
-            _check(_driver().cuMemMap(self._address, self._size, 0, pages, 0))
+            check(_driver().cuMemMap(self._address, self._size, 0, pages, 0))
         finally:
-            _check(_driver().cuMemRelease(pages))  # they stay as long as they are mapped
+            check(_driver().cuMemRelease(pages))  # they stay as long as they are mapped
         self._has_pages = True
         access = Access(self._location, READ_AND_WRITE)
-        _check(_driver().cuMemSetAccess(self._address, self._size, byref(access), 1))
+        check(_driver().cuMemSetAccess(self._address, self._size, byref(access), 1))
 
     def _new_pages(self) -> c_uint64:
         pages = c_uint64()
@@ -144,16 +144,16 @@ class CudaMappedMemory:
         if result == OUT_OF_MEMORY:
             free, _ = torch.cuda.mem_get_info(self._device)
             raise torch.OutOfMemoryError(f"CUDA out of memory: {self._size:,} bytes are needed, {free:,} are free")
-        _check(result)
+        check(result)
         return pages
 
 
-def _make_context_current(device: torch.device) -> None:
+def make_context_current(device: torch.device) -> None:
     """The driver's calls need it in every thread; torch makes it current with its first call of the runtime there."""
     torch.cuda.synchronize(device)
 
 
-def _check(result: int) -> None:
+def check(result: int) -> None:
     if result != 0:
         message = c_char_p()
         _driver().cuGetErrorString(result, byref(message))

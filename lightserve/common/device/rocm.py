@@ -23,6 +23,7 @@ class RocmDevice(CudaDevice):
 
     name = "rocm"
     memory_mapper = None
+    memory_pools = None
     caution = "never run on hardware by its authors"
 
     def unavailable_reason(self) -> str | None:

@@ -38,9 +38,9 @@ def _add_vllm(router: APIRouter, context: ServerContext) -> None:
     async def sleep(
         level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Annotated[PauseMode, Query()] = "abort"
     ) -> JSONResponse:
-        """Stop the workers. Level 0 only pauses; 1 and 2 free all memory. Requests that come wait."""
+        """Level 0 only pauses, 1 moves the weights to the host, 2 stops the workers. Requests that come wait."""
         tags = ["cuda_graph"] if level == 0 else []
-        reply = await ask(context, partial(Sleep, mode=mode, tags=tags), PAUSE_TIMEOUT_S)
+        reply = await ask(context, partial(Sleep, mode=mode, tags=tags, keeps_weights=level < 2), PAUSE_TIMEOUT_S)
         return JSONResponse({"status": "sleeping", "level": level, "method": reply.method})
 
     @router.post("/release_kv_cache_memory")

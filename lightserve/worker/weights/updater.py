@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ from lightserve.worker.weights.parts import PartLoads
 
 logger = init_logger(__name__)
 
+ASLEEP = "the weights have no memory while the server sleeps; wake them first: POST /wake_up?tags=weights"
+
 
 class WeightUpdater:
     """Serves one command at a time. The router makes sure that no step runs while weights are written."""
@@ -61,9 +63,11 @@ class WeightUpdater:
         self._rank = rank
         self._groups: dict[str, TrainerGroup] = {}
         self._load: PartLoads | None = None
+        self.are_away: Callable[[], bool] = lambda: False  # a sleep has moved the weights to the host
 
     def handle(self, command: WorkerWeightsCommand) -> WorkerWeightsReply:
         try:
+            self._check_presence(command)
             self._set_device()
             with torch.inference_mode():
                 return self._handle(command)
@@ -96,6 +100,10 @@ class WeightUpdater:
             case ReadTensor():
                 return WorkerWeightsReply(values=self._values(command))
         return WorkerWeightsReply(missing=None if self._load is None else self._load.missing)
+
+    def _check_presence(self, command: WorkerWeightsCommand) -> None:
+        if self.are_away() and not isinstance(command, JoinTorchGroup | JoinNccl | LeaveGroup | CancelLoad):
+            raise InvalidRequestError(ASLEEP)
 
     def _set_device(self) -> None:
         """Of the thread."""

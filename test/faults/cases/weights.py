@@ -25,7 +25,7 @@ DRAFTED_IDS = [5, 17, 40, 99]  # by the draft head
 BODY = {"prompt": [501, 502, 503], "max_tokens": 8, "temperature": 0}
 NORM = "model.norm.weight"
 KV_METHOD = "kv_unmapped" if may_have_gpu("cuda") else "kv_freed"
-FREED_AGAIN = "new workers have freed the memory of their KV cache"
+FREED_AGAIN = "new workers have freed the memory that a trainer has asked for"
 FROM_DISK, FROM_TRAINER = "/update_weights_from_disk", "/update_weights_from_distributed"
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightserve.ipc.worker_calls import SET_KV_MEMORY, UPDATE_WEIGHTS, WAIT_FOR_LOAD, WorkerCall
+from lightserve.ipc.worker_calls import SET_MEMORY, UPDATE_WEIGHTS, WAIT_FOR_LOAD, WorkerCall
 from lightserve.messages.cluster import KvTransferParams, RemotePrefillRequest
 from lightserve.messages.control import CpuKvSize
 from lightserve.messages.rl import LoadWeightsFrom, RlQuery, RlReply, Sleep, WakeUp
 from lightserve.messages.weights import WorkerWeightsReply
-from lightserve.messages.worker_calls import KvLoaded, KvMemoryChanged, KvReceived
+from lightserve.messages.worker_calls import KvLoaded, KvReceived, MemoryChanged
 from lightserve.router.kv.remote_prefill import RemoteKvSource
 from lightserve.router.kv.tiers.tiers import KvTiers
 from test.router.test_manager import FakeModel, Router, check, request
@@ -28,7 +28,7 @@ class Workers(FakeModel):
 
     def __init__(self, keeps_graphs: bool = False) -> None:
         super().__init__()
-        self._changed = KvMemoryChanged(keeps_graphs=keeps_graphs)
+        self._changed = MemoryChanged(keeps_graphs=keeps_graphs)
         self.calls: list[str] = []
         self.loads: dict[int, asyncio.Future[Any]] = {}
 
@@ -41,7 +41,7 @@ class Workers(FakeModel):
             self.loads[request] = reply
             return reply
         self.calls.append(type(request).__name__)
-        reply.set_result({SET_KV_MEMORY: self._changed, UPDATE_WEIGHTS: WorkerWeightsReply()}[call])
+        reply.set_result({SET_MEMORY: self._changed, UPDATE_WEIGHTS: WorkerWeightsReply()}[call])
         return reply
 
 
@@ -97,7 +97,7 @@ def test_kv_memory_is_freed_after_the_loads_that_write_into_it_and_what_they_bro
 
         [load] = workers.loads.values()
         load.set_result(KvLoaded(0.01))
-        await until(lambda: workers.calls == ["KvMemory"])
+        await until(lambda: workers.calls == ["ReleasedMemory"])
         assert router.scheduler.only_group.pool.cached_tokens == 0
         assert (await ask(router, WakeUp(2))).status == 200
 
@@ -149,7 +149,7 @@ def test_transfers_of_other_engines_are_ended_before_kv_memory_is_freed(tmp_path
             router.manager.use_workers(workers := Workers())
         else:
             source._on_received(router.manager.steps.wake, KvReceived(7, 1))
-        await until(lambda: workers.calls == ["KvMemory"])
+        await until(lambda: workers.calls == ["ReleasedMemory"])
         assert (await ask(router, WakeUp(2))).status == 200
 
         await router.until(lambda: router.has_finished(1))
@@ -170,9 +170,9 @@ def test_workers_that_come_while_kv_memory_is_released_release_theirs(
         router.manager.use_workers(workers := Workers(keeps_graphs))
         router.manager.rl.on_new_workers()
 
-        await until(lambda: workers.calls == ["KvMemory"])
+        await until(lambda: workers.calls == ["ReleasedMemory"])
         assert (await ask(router, WakeUp(2))).method == method
-        assert workers.calls == ["KvMemory"] * 2
+        assert workers.calls == ["ReleasedMemory"] * 2
 
     check(scenario, tmp_path)
 
@@ -180,12 +180,12 @@ def test_workers_that_come_while_kv_memory_is_released_release_theirs(
 @pytest.mark.parametrize(
     ("of_ranks", "joined"),
     [
-        ([KvMemoryChanged(keeps_graphs=True)] * 2, KvMemoryChanged(keeps_graphs=True)),
-        ([KvMemoryChanged(keeps_graphs=True), KvMemoryChanged()], KvMemoryChanged()),
-        ([KvMemoryChanged(keeps_graphs=True), KvMemoryChanged("no memory")], KvMemoryChanged("no memory")),
+        ([MemoryChanged(keeps_graphs=True)] * 2, MemoryChanged(keeps_graphs=True)),
+        ([MemoryChanged(keeps_graphs=True), MemoryChanged()], MemoryChanged()),
+        ([MemoryChanged(keeps_graphs=True), MemoryChanged("no memory")], MemoryChanged("no memory")),
     ],
 )
 def test_ranks_change_their_kv_memory_as_the_worst_of_them(
-    of_ranks: list[KvMemoryChanged], joined: KvMemoryChanged
+    of_ranks: list[MemoryChanged], joined: MemoryChanged
 ) -> None:
-    assert SET_KV_MEMORY.joined(of_ranks) == joined
+    assert SET_MEMORY.joined(of_ranks) == joined
