@@ -75,7 +75,8 @@ HEAD_DIMS = {  # ARGS holds 64
     "all": (128,),
     "every dtype": (80, 128, 256, MAX_HEAD_DIM),
 }
-OWN_ASSEMBLY = re.compile(r"\.reg \.b32 (biased|low), ")  # of _kv_codes.py or _int4.py; Triton inserts some of its own
+# of _kv_codes.py or _int4.py; Triton inserts some of its own
+OWN_ASSEMBLY = re.compile(r"\.reg \.b32 (biased|low|sorted)[,;]")
 
 
 class Card(NamedTuple):

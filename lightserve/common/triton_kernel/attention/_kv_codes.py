@@ -40,6 +40,19 @@ _INT8_TO_FLOAT16 = tl.constexpr("""
 }
 """)
 
+# Of two pairs of codes in a register, the first ones of both pairs and the second ones.
+_FLOAT8_PAIRS = tl.constexpr("""
+{
+    .reg .b32 sorted;
+    .reg .b16 first, second;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {first, second}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, first;
+    cvt.rn.f16x2.e4m3x2 $1, second;
+}
+""")
+_INT8_PAIRS = tl.constexpr(_INT8_TO_FLOAT16.value.replace("0x5140", "0x4240").replace("0x5342", "0x4341"))
+
 
 class CacheParts(NamedTuple):
     """A cache as the kernels take it. Without scales the numbers are not quantised."""
@@ -112,6 +125,18 @@ def convert(numbers, q, USE_ASM: tl.constexpr):
     """Cached numbers in the dtype of ``q``. ``USE_ASM``: int8 is converted by assembly."""
     IS_PERMUTED: tl.constexpr = USE_ASM and (numbers.dtype == tl.int8) and (q.dtype == tl.float16)
     return permute_bytes(numbers) if IS_PERMUTED else numbers.to(q.dtype)
+
+
+@triton.jit
+def convert_pairs(pairs, CODE: tl.constexpr, dtype: tl.constexpr, USE_ASM: tl.constexpr):
+    """The first and the second codes of ``pairs``, int16, in ``dtype``. ``CODE``: their own dtype."""
+    if USE_ASM and dtype == tl.float16:
+        ASM: tl.constexpr = _INT8_PAIRS if tl.int8 == CODE else _FLOAT8_PAIRS
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:  # noqa: RET505  a constexpr condition needs its else
+        first = (pairs & 0xFF).to(tl.uint8).to(CODE, bitcast=True)
+        second = ((pairs >> 8) & 0xFF).to(tl.uint8).to(CODE, bitcast=True)
+        return first.to(dtype), second.to(dtype)
 
 
 @triton.jit

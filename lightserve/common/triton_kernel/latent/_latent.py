@@ -17,10 +17,9 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel.attention._kv_codes import (
     VALUE_FACTOR,
-    convert,
+    convert_pairs,
     for_codes,
     load_scales,
-    scale_scores,
     weights_of_codes,
 )
 from lightserve.common.triton_kernel.attention._online_softmax import load_rows
@@ -52,18 +51,24 @@ def parts_of(op: str, latent_cache: ops.LatentCache, rank: int) -> LatentParts:
 
 
 @triton.jit
-def add_to_softmax(scores, v, softmax, is_seen, scale, v_scales=None, scale_stride=None):
-    """Add a block of values ``[N, D]`` to ``softmax``. ``scores`` ``[M, N]``; ``is_seen`` None: rows see all keys."""
-    acc, peak, total = softmax
+def _weigh(scores, is_seen, scale, peak, total):
+    """The weights of a block of values, the factor of the sums before it, the new peak and the new total."""
     if is_seen is not None:
         scores = tl.where(is_seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     weights = tl.exp2(scores * scale - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, axis=1)
+    return weights, decay, new_peak, total * decay + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def add_to_softmax(scores, v, softmax, is_seen, scale, v_scales=None, scale_stride=None):
+    """Add a block of values ``[N, D]`` to ``softmax``. ``scores`` ``[M, N]``; ``is_seen`` None: rows see all keys."""
+    acc, peak, total = softmax
+    weights, decay, peak, total = _weigh(scores, is_seen, scale, peak, total)
     weights = weights_of_codes(weights, v_scales, scale_stride)
     acc = tl.dot(weights.to(v.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
-    return acc, new_peak, total
+    return acc, peak, total
 
 
 @triton.jit
@@ -88,8 +93,34 @@ def attend_latents(
     ``q_positions`` ``[M]``: rows see the keys up to their own; None: all of them. A latent is loaded once, as key and
     as value.
     """
-    slots_ptr, cache_ptr, pe_ptr, scales_ptr, slot_stride, pe_stride, scale_stride = cache
-    q = for_codes(q, scales_ptr)
+    HAS_CODES: tl.constexpr = cache[3] is not None
+    if HAS_CODES:
+        softmax = _attend_codes(
+            q, q_pe, softmax, cache, begin, end, q_positions, scale, RANK, ROPE, BLOCK_N, LOOP_STAGES, USE_ASM
+        )
+    else:
+        softmax = _attend_numbers(
+            q, q_pe, softmax, cache, begin, end, q_positions, scale, RANK, ROPE, BLOCK_N, LOOP_STAGES
+        )
+    return softmax
+
+
+@triton.jit
+def _attend_numbers(
+    q,
+    q_pe,
+    softmax,
+    cache,
+    begin,
+    end,
+    q_positions,
+    scale,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
+):
+    slots_ptr, cache_ptr, pe_ptr, _, slot_stride, pe_stride, _ = cache
     cols = tl.arange(0, q.shape[1])
     pe_cols = tl.arange(0, q_pe.shape[1])
     block = tl.arange(0, BLOCK_N)
@@ -99,14 +130,67 @@ def attend_latents(
         slots = next_slots.to(tl.int64)
         keys = start + block
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
-        latents = convert(load_rows(cache_ptr, slots * slot_stride, cols, keys < end, RANK), q, USE_ASM)
+        latents = load_rows(cache_ptr, slots * slot_stride, cols, keys < end, RANK)
         k_pe = load_rows(pe_ptr, slots * pe_stride, pe_cols, keys < end, ROPE).to(q_pe.dtype)
-        scales = load_scales(scales_ptr, scale_stride, 0, slots, keys < end)
-        scores = scale_scores(tl.dot(q, tl.trans(latents), input_precision="ieee"), scales, scale_stride)
+        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(q_pe, tl.trans(k_pe), acc=scores, input_precision="ieee")
         is_seen = (keys < end)[None, :] if q_positions is None else keys[None, :] <= q_positions[:, None]
-        softmax = add_to_softmax(scores, latents, softmax, is_seen, scale, scales, scale_stride)
+        softmax = add_to_softmax(scores, latents, softmax, is_seen, scale)
+    return softmax
+
+
+@triton.jit
+def _attend_codes(
+    q,
+    q_pe,
+    softmax,
+    cache,
+    begin,
+    end,
+    q_positions,
+    scale,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):
+    """Two neighbouring codes are read as one number of 16 bits.
+
+    So tensor cores get tiles from shared memory as they get those of float16, also transposed, and registers convert
+    them: the first codes of all pairs are an operand of their own, and so are the second ones.
+    """
+    slots_ptr, cache_ptr, pe_ptr, scales_ptr, slot_stride, pe_stride, scale_stride = cache
+    CODE: tl.constexpr = cache_ptr.dtype.element_ty
     acc, peak, total = softmax
-    if scales_ptr is not None:
-        acc *= 1.0 / VALUE_FACTOR
-    return acc, peak, total
+    q, second_q = _split_pairs(for_codes(q, scales_ptr))
+    acc, second_acc = _split_pairs(acc)
+    pairs_ptr = cache_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    cols = tl.arange(0, q.shape[1])
+    pe_cols = tl.arange(0, q_pe.shape[1])
+    block = tl.arange(0, BLOCK_N)
+    next_slots = tl.load(slots_ptr + begin + block, mask=begin + block < end, other=0)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=LOOP_STAGES):
+        slots = next_slots.to(tl.int64)
+        keys = start + block
+        next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
+        pairs = load_rows(pairs_ptr, slots * (slot_stride // 2), cols, keys < end, RANK // 2)
+        k_pe = load_rows(pe_ptr, slots * pe_stride, pe_cols, keys < end, ROPE).to(q_pe.dtype)
+        scales = load_scales(scales_ptr, scale_stride, 0, slots, keys < end)
+        first, second = convert_pairs(tl.trans(pairs), CODE, q.dtype, USE_ASM)
+        scores = tl.dot(second_q, second, acc=tl.dot(q, first, input_precision="ieee"), input_precision="ieee")
+        scores = tl.dot(q_pe, tl.trans(k_pe), acc=scores * scales[None, :], input_precision="ieee")
+        is_seen = (keys < end)[None, :] if q_positions is None else keys[None, :] <= q_positions[:, None]
+        weights, decay, peak, total = _weigh(scores, is_seen, scale, peak, total)
+        weights = weights_of_codes(weights, scales, scale_stride).to(q.dtype)
+        first, second = convert_pairs(pairs, CODE, q.dtype, USE_ASM)
+        acc = tl.dot(weights, first, acc=acc * decay[:, None], input_precision="ieee")
+        second_acc = tl.dot(weights, second, acc=second_acc * decay[:, None], input_precision="ieee")
+    acc = tl.join(acc, second_acc).reshape(acc.shape[0], 2 * acc.shape[1])
+    return acc * (1.0 / VALUE_FACTOR), peak, total
+
+
+@triton.jit
+def _split_pairs(x):
+    """The columns 0, 2, 4 and 1, 3, 5."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
