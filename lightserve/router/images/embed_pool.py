@@ -33,6 +33,7 @@ class EmbedPool:
         self.num_evicted = 0  # images
         self._free = np.empty(0, dtype=np.int32)
         self._images: dict[bytes, EmbeddedImage] = {}  # by digest, the least recently used first
+        self._pending: dict[bytes, EmbeddedImage] = {}  # of these, those that are not ready, in the same order
 
     def __len__(self) -> int:
         return len(self._images)
@@ -62,21 +63,34 @@ class EmbedPool:
             self.remove(self._images[digest])
             self.num_evicted += 1
         rows, self._free = self._free[: item.tokens], self._free[item.tokens :]
-        image = self._images[item.digest] = EmbeddedImage(item, rows, is_background)
+        image = self._images[item.digest] = self._pending[item.digest] = EmbeddedImage(item, rows, is_background)
         return image
 
     def touch(self, image: EmbeddedImage) -> None:
         """It is the last one to go."""
-        self._images[image.item.digest] = self._images.pop(image.item.digest)
+        for images in (self._images, self._pending):
+            if image.item.digest in images:
+                images[image.item.digest] = images.pop(image.item.digest)
+
+    def finish(self, image: EmbeddedImage) -> None:
+        """The encoder has written its rows."""
+        image.is_ready = True
+        del self._pending[image.item.digest]
+        image.wait.end()
 
     def remove(self, image: EmbeddedImage) -> None:
         """The encoder does not write to its rows."""
         del self._images[image.item.digest]
+        self._pending.pop(image.item.digest, None)
         self._free = np.concatenate((self._free, image.arena_rows))
 
     def pending(self) -> list[EmbeddedImage]:
         """Those that are not ready, in the order in which they were added or used."""
-        return [image for image in self._images.values() if not image.is_ready]
+        return [*self._pending.values()]
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
 
 
 def _may_go(image: EmbeddedImage) -> bool:

@@ -166,8 +166,7 @@ class ImageWaits(StepPart):
             return failed
         self.num_encoded += 1
         self._encoders.learn(done)
-        image.is_ready = True
-        image.wait.end()
+        self.pool.finish(image)
         if not image.req_ids:  # it can make room
             self._room.end()
         self._send_pending()
@@ -191,6 +190,11 @@ class ImageWaits(StepPart):
                 item, data = image.item, self._files[image.item.digest][0]
                 message = EncodeImage(item.digest, item.height, item.width, image.arena_rows, data, item.frames)
                 self._encoders.send(image.encoder, message)
+
+    @property
+    def is_encoding(self) -> bool:
+        """An encoder may be using the device of the workers."""
+        return self.pool.has_pending
 
     def figures(self) -> Figures:
         by_label = {

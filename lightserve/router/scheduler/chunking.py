@@ -44,9 +44,16 @@ class Chunking:
     def __init__(self, limits: SchedulerLimits, policy: Policy, max_chunk: int) -> None:
         """``max_chunk``: tokens; a longer prompt is computed in chunks in any case, because of the KV pool."""
         self.cost = StepCost()
+        self.cost_alone = StepCost()  # of steps beside which no encoder used the device
         self._limits = limits
         self._policy = policy
         self._max_chunk = max_chunk
+
+    def observe(self, tokens: int, pairs: float, seconds: float, is_alone: bool) -> None:
+        """A step with prompts has ended. See StepCost."""
+        self.cost.observe(tokens, pairs, seconds)
+        if is_alone:
+            self.cost_alone.observe(tokens, pairs, seconds)
 
     @property
     def max_span(self) -> int:
@@ -56,13 +63,15 @@ class Chunking:
     def budget(self, prompts: list[Req], decodes: Decodes, num_waiting: int, context: float = 0.0) -> int:
         """Prompt tokens of the next step, in which ``prompts`` prefill beside decodes.
 
-        Waiting requests make a step longer. A long prompt does so only beside few streams, because it takes long.
+        Waiting requests make a step longer. A long prompt does so only beside few streams, because it takes long. An
+        encoder that uses the device too does not make its chunks smaller, which would only be less efficient.
         """
         beside = decodes.num_tokens
         short = sum(req.unplanned <= SHORT_PROMPT for req in prompts)
         tokens = prompt_tokens(self._limits, beside, max(short + num_waiting, 1), context)
         if self._limits.long_prompt_step_s and short < len(prompts):
-            tokens = long_prompt_tokens(self._limits, self.cost, decodes, context, tokens)
+            cost = self.cost_alone if self.cost_alone.is_known else self.cost
+            tokens = long_prompt_tokens(self._limits, cost, decodes, context, tokens)
         return bounded_tokens(self._limits, self.cost, beside, context, tokens)
 
     def reserved(self, budget: int) -> int:

@@ -90,6 +90,7 @@ class GroupScheduler:
         for step_part in self.parts:
             step_part.begin_step()
         planned = self.planner.plan(now_s)
+        planned.is_alone = not self._is_encoding
         self.admission.prefixes.wake()  # what is planned now can be used by the next step
         computes = bool(len(planned.rows)) or any(req in self.batch for req in admitted)
         for step_part in self.parts:
@@ -108,6 +109,11 @@ class GroupScheduler:
         """Whether there is any request that is not a background request."""
         is_blocked = self.queue.num_blocked and not all(req.is_background for req in self.queue)
         return self.has_ready_client or bool(is_blocked)
+
+    @property
+    def _is_encoding(self) -> bool:
+        """Whether an encoder may be using the device."""
+        return self.images is not None and self.images.is_encoding
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted = self.admission.admit(now_s)
@@ -166,7 +172,7 @@ class GroupScheduler:
     def complete(self, step: PlannedStep, seconds: float | None) -> None:
         """The step is back: the KV that it computed is certain. ``seconds``: how long it took, if that is known."""
         if seconds is not None and len(step.counts) > step.num_decodes:
-            self.chunking.cost.observe(*step.work(), seconds)
+            self.chunking.observe(*step.work(), seconds, step.is_alone and not self._is_encoding)
         if seconds is not None and len(step.counts):
             self.planner.background.on_step(step.num_background, seconds)
         columns = self.batch.columns

@@ -44,6 +44,7 @@ class PlannedStep:
     loras: list[int] = field(default_factory=list)  # adapters that it copies to the device
     transfers: KvTransfers = field(default_factory=KvTransfers)
     num_background: int = 0  # tokens of background requests
+    is_alone: bool = True  # no encoder used the device when it was planned
     completed: Wait = field(default_factory=Wait)  # of requests with the ids of dropped ones, whose tokens it brings
 
     @property

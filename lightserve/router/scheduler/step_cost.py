@@ -34,6 +34,10 @@ class StepCost:
         if self._num_steps >= MIN_STEPS:
             self._cost = _solve(self._products, self._with_seconds)
 
+    @property
+    def is_known(self) -> bool:
+        return self._cost is not None
+
     def tokens_within(self, seconds: float, context: float) -> int | None:
         """So many tokens take so long after ``context`` tokens each; None: too few steps have ended."""
         if self._cost is None:

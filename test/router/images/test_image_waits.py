@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -17,6 +18,10 @@ from lightserve.messages.step import NewReq
 from lightserve.router.images.image_waits import ImageWaits
 from lightserve.router.kv.pool import KvPool
 from lightserve.router.req import Req
+from lightserve.router.scheduler import GroupScheduler, Scheduler, SchedulerLimits
+from lightserve.router.scheduler.decodes import Decodes
+from lightserve.router.scheduler.step_cost import MIN_STEPS
+from lightserve.simulate.replica import LIMITS
 
 PLACEHOLDER = 5
 
@@ -248,6 +253,75 @@ def test_the_images_of_an_encoder_that_died_are_sent_again_and_those_of_the_othe
     for _ in range(3):
         encoder.complete()
     assert encoder.waits.pool.used_rows == 12
+
+
+class Steps:
+    """Of one prompt each. An image may be at the encoder when a step begins, when it ends, or both."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.group = GroupScheduler(KvPool(100_000), limits)
+        self.num_reqs = 0
+        self._encoder = Encoder(100)
+        self.group.enable_images(self._encoder.waits)
+
+    def run(self, seconds: float, encodes_at_begin: bool = False, encodes_at_end: bool = False) -> None:
+        scheduler, number = Scheduler(self.group), self.num_reqs
+        self.num_reqs += 1
+        params = GenerationParams.of(max_new_tokens=3)
+        scheduler.add(Req(number, int32s([number, *range(499)]), params, 3, (), salt=str(number)))
+        self._encode(encodes_at_begin)
+        scheduler.next_step()
+        self._encode(encodes_at_end)
+        scheduler.complete_step(seconds)
+        self._encode(False)
+        scheduler.abort(number)
+
+    def _encode(self, goes_on: bool) -> None:
+        """Whether an image is at the encoder from now on."""
+        image = request(-2, "a")
+        if goes_on:
+            self._encoder.waits.enter(image, 0)
+        elif self._encoder.sent:
+            self._encoder.complete(400)
+
+    @property
+    def budget(self) -> int:
+        """Of a step with a long prompt beside two streams."""
+        long_prompt = Req(-1, int32s([1] * 9_000), GenerationParams.of(max_new_tokens=3), 3, ())
+        return self.group.chunking.budget([long_prompt], Decodes(np.arange(2)), 0)
+
+
+@pytest.mark.parametrize("when", [(True, True), (True, False), (False, True)])
+def test_an_encoder_on_the_device_does_not_make_the_chunks_of_long_prompts_smaller(when: tuple[bool, bool]) -> None:
+    steps = Steps(LIMITS)
+    for _ in range(MIN_STEPS):
+        steps.run(0.010)
+    before = steps.budget
+    for _ in range(50):
+        steps.run(0.020, *when)
+
+    assert steps.budget == before == 1024 - 2  # in 20 ms
+    for _ in range(300):
+        steps.run(0.020)
+    assert steps.budget == 512 - 2, "the device has become slower"
+
+
+def test_the_time_of_steps_beside_an_encoder_counts_if_no_others_have_ended() -> None:
+    steps = Steps(LIMITS)
+    for _ in range(MIN_STEPS):
+        steps.run(0.010, True, True)
+
+    assert steps.budget == 1024 - 2
+
+
+def test_the_operators_limit_holds_for_steps_beside_an_encoder() -> None:
+    steps = Steps(replace(LIMITS, max_step_s=0.020))
+    for _ in range(MIN_STEPS):
+        steps.run(0.010)
+    for _ in range(100):
+        steps.run(0.020, True, True)
+
+    assert 480 < steps.budget < 640
 
 
 def test_an_encoder_that_was_replaced_is_not_believed() -> None:
