@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmark.models import TINY, save_model
+from benchmark.models import TINY, save_word_model
 
 SHAPE = {**TINY, "num_hidden_layers": 2}
 
@@ -19,9 +19,7 @@ SHAPE = {**TINY, "num_hidden_layers": 2}
 def save_checkpoints(root: Path, names: Sequence[str]) -> dict[str, Path]:
     """A folder below ``root`` for each name."""
     for seed, name in enumerate(names):
-        folder = root / name
-        folder.mkdir()
-        save_model(folder, None, SHAPE)
+        folder = save_word_model(root / name, SHAPE)
         hf = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text())))
         torch.manual_seed(seed)
         save_file({key: _noise(tensor) for key, tensor in hf.state_dict().items()}, folder / "model.safetensors")
