@@ -64,7 +64,7 @@ def open_model(args: argparse.Namespace, shape: dict[str, int]) -> Iterator[LLM]
 def remove_forward_pass(llm: LLM) -> None:
     """Replace it by one that returns the same logits at every step."""
     model = llm.worker.model
-    rows = max(shape.requests for shape in graph_shapes(llm.config.running_max_req_size, H200_GRAPHS))
+    rows = max(shape.requests for shape in graph_shapes(model.req_manager.max_reqs, H200_GRAPHS))
     logits = torch.randn(rows, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
     logits = logits.to(model.device, model.args.dtype)
     model.hidden_states = lambda step: step  # type: ignore

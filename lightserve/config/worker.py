@@ -224,8 +224,13 @@ class WorkerConfig:
         group=FlagGroup.COMMON,
         at_least=1,
     )
-    running_max_req_size: int = option(
-        256, "maximum requests that run at once", "max_num_seqs", group=FlagGroup.SCHEDULING, at_least=1
+    running_max_req_size: int | None = option(
+        None,
+        "maximum requests that run at once; default: 512 on a GPU with 64 GiB or more, 256 elsewhere and for models "
+        "with recurrent layers",
+        "max_num_seqs",
+        group=FlagGroup.SCHEDULING,
+        at_least=1,
     )
     batch_max_tokens: int | None = option(
         None,

@@ -34,8 +34,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     summary: str = ""  # for the banner
 
 
+DEFAULT_RUNNING = 256
+
+
 class StepLimits(msgspec.Struct, frozen=True):
-    """The step sizes that suit a device, unless the operator sets others."""
+    """The sizes of steps that suit a device, unless the operator sets others."""
 
     batch_max_tokens: int  # of all requests
     chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
@@ -43,6 +46,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     weight_read_tokens: float = 256.0  # that a step computes in the time in which it reads the weights
     leaves_out_drafts: bool = False  # steps do not compute drafts that nobody proposes
+    max_running: int = DEFAULT_RUNNING  # requests
 
 
 class SlidingWindowKv(msgspec.Struct, frozen=True, tag="sliding_window"):

@@ -159,7 +159,7 @@ def arguments() -> argparse.ArgumentParser:
         default=LIMITS.preferred_step_tokens,
         help="tokens that a step with prompts may have",
     )
-    add("--max_running", type=int, default=256, help="running_max_req_size")
+    add("--max_running", type=int, default=LIMITS.max_running, help="running_max_req_size")
     add("--pool", type=int, default=900_000, help="max_total_token_num")
     add(
         "--shape",

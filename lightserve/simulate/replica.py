@@ -30,8 +30,8 @@ MIN_DECODES = 2  # steps: fewer are planned one by one
 MAX_DECODES = 64  # whose times are computed at once: another request comes before the end of most longer runs
 MIN_SLACK_S = 1e-6  # from the end of a step to the planning of the next but one: far more than times are rounded by
 
-LIMITS = SchedulerLimits(  # on a GPU
-    256,
+LIMITS = SchedulerLimits(  # on an H200
+    512,
     8192,
     256,
     preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536),

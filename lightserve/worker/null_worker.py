@@ -9,7 +9,7 @@ import numpy as np
 
 from lightserve.ipc.process import ChildConfig, LauncherConnection, run_child
 from lightserve.ipc.worker_calls import PROFILE, READ_PROFILE
-from lightserve.messages.control import EngineInfo, PoolingLimits
+from lightserve.messages.control import DEFAULT_RUNNING, EngineInfo, PoolingLimits
 from lightserve.messages.step import Embedding, Step, StepResult, Token, TokenColumns, TokenOut
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.worker.profiler import WorkerProfiler
@@ -100,7 +100,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
         pooling_limits = PoolingLimits(
             pooling.size, pooling.needs_whole_prompt, pooling.is_causal, str(pooling), pooling.late is not None
         )
-    pool_len = config.max_total_token_num or config.running_max_req_size * context_len
+    pool_len = config.max_total_token_num or (config.running_max_req_size or DEFAULT_RUNNING) * context_len
     launcher.send(
         EngineInfo(
             max_total_token_num=pool_len,

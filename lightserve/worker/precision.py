@@ -6,6 +6,7 @@ import torch
 
 from lightserve.common.basemodel import ModelConfig
 from lightserve.common.device import Device
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 
@@ -32,3 +33,9 @@ def precision_summary(dtype: torch.dtype, model: ModelConfig, kv_dtype: str | No
     if model.is_of_transformers:
         details.append(OF_TRANSFORMERS)
     return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def ranks_summary(parallel: Parallel) -> str:
+    """For the operator; empty: there is one rank."""
+    ranks = f", {parallel.num_ranks} ranks" if parallel.num_ranks > 1 else ""
+    return ranks + (f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else "")

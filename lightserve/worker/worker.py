@@ -18,13 +18,19 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError
 from lightserve.ipc.arena import ArenaReader
-from lightserve.messages.control import CpuKvSize, KvGroupSize, PoolingLimits, SlidingWindowKv, StateKv, StepLimits
+from lightserve.messages.control import (
+    CpuKvSize,
+    KvGroupSize,
+    PoolingLimits,
+    SlidingWindowKv,
+    StateKv,
+    StepLimits,
+)
 from lightserve.messages.int_arrays import int64s
 from lightserve.messages.media import Sight
 from lightserve.messages.step import NewReq, Step, StepResult
 from lightserve.messages.worker_calls import CompileGrammar
 from lightserve.model_files.config.kv_dtype import resolve_kv_dtype
-from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class
 from lightserve.models.served_config import read_served_config
@@ -41,7 +47,8 @@ from lightserve.worker.kv.state_size import DETERMINISTIC_BLOCK
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.memory import WorkerMemory, memory_to_release, weight_pool, weights_in
-from lightserve.worker.precision import dtype_of, precision_summary
+from lightserve.worker.precision import dtype_of, precision_summary, ranks_summary
+from lightserve.worker.request_limits import max_running, wanted_len
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logprobs import SampledLogprobs
@@ -87,21 +94,18 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(parallel.rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic, config.ops_backend)
-        num_ranks = parallel.num_ranks
-        is_packed = self._platform.keeps_gguf_packed(num_ranks) and config.quantization_config is None
+        is_packed = self._platform.keeps_gguf_packed(parallel.num_ranks) and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_served_config(source, config)
         check_head_dim(self._platform, max(self.model_config.head_dims))
         self.pooling = pooling_of(source, config.model_type, config.task, config.pooling, config.score_template)
-        self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
+        self.max_req_total_len = self.model_config.request_len(wanted_len(config, self.pooling))
         dtype = dtype_of(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
-        ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
-        ranks += f" in {parallel.dp.size} attention groups" if parallel.dp.size > 1 else ""
         precision = precision_summary(dtype, self.model_config, self._kv_dtype, config.state_dtype)
         computed = f"{precision} on {shown_name(self._platform)}"
-        self.dtype_and_device = computed + ranks
+        self.dtype_and_device = computed + ranks_summary(parallel)
         self._weight_pool = weight_pool(self._platform, self._device) if has_trainer else None
         with weights_in(self._weight_pool):
             self.model = self._load_model(config, source, parallel, dtype, may_release_kv=has_trainer)
@@ -117,7 +121,7 @@ class ModelWorker:
         )
         traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
         self._profile = for_model(self._platform.profile(self._device), traits)
-        self._step_limits = self._profile.step_limits
+        self._step_limits = replace(self._profile.step_limits, max_running=self.model.req_manager.max_reqs)
         self._batch.lora_slots = config.num_loras
         self._state_block = DETERMINISTIC_BLOCK if config.deterministic else 1
         if self.model.model_kv_layout.states:
@@ -201,6 +205,7 @@ class ModelWorker:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
         of_model = partial(without_head, config.speculation, self.model_config)
+        running = max_running(config, self.model_config, self._platform, self._device)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,
@@ -208,7 +213,7 @@ class ModelWorker:
             parallel=parallel,
             checkpoint=of_model(with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
-            max_reqs=config.running_max_req_size,
+            max_reqs=parallel.min_of_engine(running, self._device),
             max_req_total_len=self.max_req_total_len,
             tensor_metadata=of_model(all_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
@@ -440,8 +445,3 @@ class ModelWorker:
                 self._wait_for_tokens()
             tokens = self._sampler.sample(plan, logits, tokens, masks, b_position)
         return tokens, self._sampler.logprobs(plan, tokens, logits)
-
-
-def _wanted_len(config: WorkerConfig, pooling: PoolingConfig | None) -> int | None:
-    """The operator's limit, or that of sentence-transformers' files."""
-    return config.max_req_total_len or (None if pooling is None else pooling.max_len)

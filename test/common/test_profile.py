@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from lightserve.common.device.profile import (
@@ -19,19 +20,19 @@ from lightserve.common.device.profile import (
 from lightserve.messages.control import StepLimits
 from lightserve.worker.captured_shapes import graph_shape_for, graph_shapes
 
-CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have
-    "NVIDIA A100-SXM4-80GB": (108, 163),
-    "NVIDIA B200": (148, 227),
-    "NVIDIA GeForce RTX 4090": (128, 99),
-    "NVIDIA H100 80GB HBM3": (132, 227),
-    "NVIDIA L4": (58, 99),
-    "NVIDIA L40S": (142, 99),
+CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have, GiB of memory
+    "NVIDIA A100-SXM4-80GB": (108, 163, 79),
+    "NVIDIA B200": (148, 227, 178),
+    "NVIDIA GeForce RTX 4090": (128, 99, 23),
+    "NVIDIA H100 80GB HBM3": (132, 227, 79),
+    "NVIDIA L4": (58, 99, 22),
+    "NVIDIA L40S": (142, 99, 44),
 }
 
 
 def profile_of(name: str) -> Profile:
-    multiprocessors, shared_kib = CARDS[name]
-    return gpu_profile(name, multiprocessors, shared_kib * KIB)
+    multiprocessors, shared_kib, memory_gib = CARDS[name]
+    return gpu_profile(name, multiprocessors, shared_kib * KIB, memory_gib * 2**30)
 
 
 def graphs_of(profile: Profile) -> GraphRanges:
@@ -40,7 +41,7 @@ def graphs_of(profile: Profile) -> GraphRanges:
 
 
 def test_an_h200_has_the_profile_that_was_measured() -> None:
-    assert gpu_profile("NVIDIA H200", 132, 232_448) is H200
+    assert gpu_profile("NVIDIA H200", 132, 232_448, 139 * 2**30) is H200
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -56,7 +57,18 @@ def test_a_card_keeps_its_own_size_and_computes_no_more_tokens_than_were_measure
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA L40S"])
 def test_a_card_as_large_as_an_h200_has_its_step_sizes(name: str) -> None:
-    assert (profile_of(name).step_limits, profile_of(name).graphs) == (H200.step_limits, H200.graphs)
+    profile = profile_of(name)
+
+    max_running = H200.step_limits.max_running
+    assert msgspec.structs.replace(profile.step_limits, max_running=max_running) == H200.step_limits
+    assert profile.graphs == H200.graphs
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_with_the_memory_for_it_runs_as_many_requests_as_an_h200(name: str) -> None:
+    is_large = CARDS[name][2] >= 64
+
+    assert profile_of(name).step_limits.max_running == (512 if is_large else 256)
 
 
 def test_the_steps_of_a_card_of_under_half_the_size_are_half_as_long() -> None:

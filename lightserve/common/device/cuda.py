@@ -197,7 +197,7 @@ def cuda_traits(capability: tuple[int, int]) -> DeviceTraits:
 def _profile(device: torch.device) -> Profile:
     gpu = torch.cuda.get_device_properties(device)
     shared_bytes = int(getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block))
-    return gpu_profile(gpu.name, gpu.multi_processor_count, shared_bytes)
+    return gpu_profile(gpu.name, gpu.multi_processor_count, shared_bytes, gpu.total_memory)
 
 
 class CudaAsyncCopy:

@@ -39,7 +39,7 @@ def make_limits(
     chunk_size = router.chunked_prefill_size or device.chunked_prefill_size or batch_max_tokens
     computes_whole_prompts = router.disable_chunked_prefill or (pooling is not None and not pooling.has_kv)
     return SchedulerLimits(
-        max_running=worker.running_max_req_size,
+        max_running=worker.running_max_req_size or device.max_running,
         batch_max_tokens=batch_max_tokens,
         chunk_size=None if computes_whole_prompts else min(chunk_size, batch_max_tokens),
         preferred_step_tokens=device.preferred_step_tokens,

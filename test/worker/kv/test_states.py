@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightserve.common.device.cpu import CpuDevice
+from lightserve.common.device.profile import H200
 from lightserve.errors import ServerError
 from lightserve.messages.control import StateKv
 from lightserve.messages.params import GenerationParams
@@ -38,6 +40,18 @@ def make(hybrid: tuple[str, Any], rows: int = 40, tokens: int = 4000, **options:
     llm = LLM(hybrid[0], device="cpu", data_type="float32", max_total_token_num=tokens, max_state_rows=rows, **options)
     FreedRowsHoldNan(llm)
     return llm
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 256), (5, 5)])
+def test_recurrent_models_run_fewer_requests_at_once_than_the_device_could(
+    hybrid: tuple[str, Any], given: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "profile", lambda *_: H200)
+
+    llm = make(hybrid, running_max_req_size=given)
+
+    assert llm.worker.model.req_manager.max_reqs == expected
+    assert llm._scheduler.limits.max_running == expected
 
 
 def states_of(llm: LLM) -> StatePool:

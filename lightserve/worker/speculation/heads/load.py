@@ -41,7 +41,7 @@ def load_draft_head(config: WorkerConfig, source: ModelSource, model: TpPartBase
         head = _load_draft_model(model, resolve(speculation.model, needs_weights=has_weights), has_weights)
     else:
         head = _load(speculation, source, model, has_weights)
-    extra = num_extra_slots(head, config.running_max_req_size, speculation.num_speculative_tokens)
+    extra = num_extra_slots(head, model.req_manager.max_reqs, speculation.num_speculative_tokens)
     for group in head.kv_groups():
         model.add_kv_group(replace(group, extra_slots=extra))
     return head
