@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from lightserve.batches.usage import NO_USAGE, Usage
+
 Api = Literal["openai", "anthropic"]
 Unfinished = Literal["expired", "cancelled"]
 
@@ -21,16 +23,18 @@ class Entry(NamedTuple):
 
     is_error: bool
     text: bytes  # JSON without a line end
+    usage: Usage = NO_USAGE  # unknown when it is read from the store, which has the sum of a batch
 
 
-def response_entry(api: Api, custom_id: str, status: int, request_id: str, body: Any) -> Entry:
+def response_entry(api: Api, custom_id: str, status: int, request_id: str, body: Any, usage: Usage = NO_USAGE) -> Entry:
     """Of a request that was run."""
     is_error = status >= 400
     if api == "anthropic":
         result = {"type": "errored", "error": body} if is_error else {"type": "succeeded", "message": body}
-        return Entry(is_error, _dump({"custom_id": custom_id, "result": result}))
+        return Entry(is_error, _dump({"custom_id": custom_id, "result": result}), usage)
     response = {"status_code": status, "request_id": request_id, "body": body}
-    return Entry(is_error, _dump({"id": _new_id(), "custom_id": custom_id, "response": response, "error": None}))
+    line = {"id": _new_id(), "custom_id": custom_id, "response": response, "error": None}
+    return Entry(is_error, _dump(line), usage)
 
 
 def unfinished_entry(api: Api, custom_id: str, reason: Unfinished) -> Entry:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightserve.batches.entry import Api
+from lightserve.batches.usage import NO_USAGE, Usage
 
 OF_MESSAGES = "message_batch"  # purpose of files that only Anthropic's API shows
 WINDOW_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -57,6 +58,7 @@ class Batch:
     output_expires_s: int | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
     times: dict[str, int] = field(default_factory=dict)  # when each status began, by its name
+    usage: Usage = NO_USAGE  # of the lines that have ended
 
 
 @dataclass(frozen=True, slots=True)

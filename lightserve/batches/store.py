@@ -21,6 +21,7 @@ import orjson
 from lightserve.batches.entry import Entry
 from lightserve.batches.folder import BatchDirError, locked_folder
 from lightserve.batches.records import OF_MESSAGES, OPEN, Batch, Status, StoredFile, Totals
+from lightserve.batches.usage import NO_USAGE, Usage
 from lightserve.errors import UnavailableError
 
 DATABASE = "batches.sqlite"
@@ -43,6 +44,10 @@ CREATE TABLE IF NOT EXISTS results (
     batch_id TEXT NOT NULL, line INTEGER NOT NULL, is_error INTEGER NOT NULL, content BLOB NOT NULL,
     PRIMARY KEY (batch_id, line)
 );
+CREATE TABLE IF NOT EXISTS usage (
+    batch_id TEXT PRIMARY KEY, input INTEGER NOT NULL, cached INTEGER NOT NULL, output INTEGER NOT NULL,
+    reasoning INTEGER NOT NULL
+);
 CREATE TABLE IF NOT EXISTS totals (result TEXT PRIMARY KEY, requests INTEGER NOT NULL);
 """
 _FILE_COLUMNS = "id, owner, filename, purpose, bytes, created_at, expires_at"
@@ -50,6 +55,8 @@ _BATCH_COLUMNS = (
     "id, owner, api, endpoint, input_file_id, completion_window, created_at, expires_at, status, total, completed, "
     "failed, metadata, output_file_id, error_file_id, output_expires_s, errors, times"
 )
+_USAGE = "(SELECT json_array(input, cached, output, reasoning) FROM usage WHERE batch_id = batches.id)"
+_SELECT_BATCH = f"SELECT {_BATCH_COLUMNS}, {_USAGE} FROM batches"
 _OPEN = ", ".join(f"'{status}'" for status in OPEN)
 
 
@@ -131,16 +138,17 @@ class BatchStore:
             db.execute(f"INSERT INTO batches ({_BATCH_COLUMNS}) VALUES ({marks})", _batch_row(batch))
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
-        rows = self._rows(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE owner = ? AND id = ?", (owner, batch_id))
+        rows = self._rows(f"{_SELECT_BATCH} WHERE owner = ? AND id = ?", (owner, batch_id))
         return _batch(rows[0]) if rows else None
 
     def batches(self, owner: str, api: str, after: str | None, limit: int, newest_first: bool = True) -> list[Batch]:
         where = "owner = ? AND api = ?", (owner, api)
-        return [_batch(row) for row in self._page("batches", _BATCH_COLUMNS, where, after, (limit, newest_first))]
+        columns = f"{_BATCH_COLUMNS}, {_USAGE}"
+        return [_batch(row) for row in self._page("batches", columns, where, after, (limit, newest_first))]
 
     def open_batches(self) -> list[Batch]:
         """Those that have not ended, the oldest first."""
-        rows = self._rows(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE status IN ({_OPEN}) ORDER BY number")
+        rows = self._rows(f"{_SELECT_BATCH} WHERE status IN ({_OPEN}) ORDER BY number")
         return [_batch(row) for row in rows]
 
     def batch_of_input(self, file_id: str) -> str | None:
@@ -169,15 +177,19 @@ class BatchStore:
 
     def delete_batch(self, owner: str, batch_id: str) -> None:
         with self._transaction() as db:
-            db.execute("DELETE FROM batches WHERE owner = ? AND id = ?", (owner, batch_id))
+            if db.execute("DELETE FROM batches WHERE owner = ? AND id = ?", (owner, batch_id)).rowcount:
+                db.execute("DELETE FROM usage WHERE batch_id = ?", (batch_id,))
 
     def add_results(self, batch_id: str, entries: Iterable[tuple[int, Entry]]) -> None:
         """Results by line. A line that has one already keeps it."""
         insert = "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)"
-        counts = {False: 0, True: 0}
+        counts, usage = {False: 0, True: 0}, NO_USAGE
         with self._transaction() as db:
             for line, entry in entries:
-                counts[entry.is_error] += db.execute(insert, (batch_id, line, entry.is_error, entry.text)).rowcount
+                if db.execute(insert, (batch_id, line, entry.is_error, entry.text)).rowcount:
+                    counts[entry.is_error] += 1
+                    usage = usage.plus(entry.usage)
+            _add_usage(db, batch_id, usage)
             update = "UPDATE batches SET completed = completed + ?, failed = failed + ? WHERE id = ?"
             db.execute(update, (counts[False], counts[True], batch_id))
             _count(db, "completed", counts[False])
@@ -287,13 +299,20 @@ def _count(db: sqlite3.Connection, result: str, requests: int) -> None:
     db.execute(upsert, (result, requests))
 
 
+def _add_usage(db: sqlite3.Connection, batch_id: str, usage: Usage) -> None:
+    sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in Usage._fields)
+    upsert = f"INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch_id) DO UPDATE SET {sums}"
+    db.execute(upsert, (batch_id, *usage))
+
+
 def _batch(row: tuple[Any, ...]) -> Batch:
-    head, (metadata, output, error_file, output_expires_s, errors, times) = row[:12], row[12:]
+    head, (metadata, output, error_file, output_expires_s, errors, times, usage) = row[:12], row[12:]
     batch = Batch(*head)
     batch.status = Status(batch.status)
     batch.metadata = None if metadata is None else orjson.loads(metadata)
     batch.output_file_id, batch.error_file_id, batch.output_expires_s = output, error_file, output_expires_s
     batch.errors, batch.times = orjson.loads(errors), orjson.loads(times)
+    batch.usage = NO_USAGE if usage is None else Usage(*orjson.loads(usage))
     return batch
 
 

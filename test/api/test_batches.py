@@ -85,7 +85,9 @@ def test_a_batch_has_an_output_line_for_each_request(client: Any) -> None:
     lines = results(client, batch.output_file_id)
     assert [line["custom_id"] for line in lines] == [f"request-{i}" for i in range(20)]
     assert {line["response"]["status_code"] for line in lines} == {200}
-    assert {line["response"]["body"]["usage"]["completion_tokens"] for line in lines} == {4}
+    usages = [line["response"]["body"]["usage"] for line in lines]
+    assert {usage["completion_tokens"] for usage in usages} == {4}
+    assert (batch.usage.output_tokens, batch.usage.total_tokens) == (80, sum(one["total_tokens"] for one in usages))
     assert len({line["id"] for line in lines}) == 20
 
 

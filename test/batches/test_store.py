@@ -11,6 +11,7 @@ from lightserve.batches.entry import response_entry
 from lightserve.batches.folder import BatchDirError, elected
 from lightserve.batches.records import Batch, Status, StoredFile
 from lightserve.batches.store import BatchStore, opened_folder
+from lightserve.batches.usage import Usage, usage_of
 from lightserve.errors import UnavailableError
 
 
@@ -41,6 +42,45 @@ def test_a_line_has_one_result_and_counts_once(store: BatchStore) -> None:
     assert (stored.completed, stored.failed, stored.status) == (1, 1, Status.IN_PROGRESS)
     assert store.totals().requests == {"completed": 1, "failed": 1, "expired": 0, "cancelled": 0}
     assert store.totals().pending == 1
+
+
+def test_tokens_count_once_for_each_line_also_when_the_batch_has_ended(store: BatchStore) -> None:
+    batch = add_batch(store)
+    first, second = (response_entry("openai", "a", 200, "r", {}, Usage(number, 1, 2, 1)) for number in (10, 100))
+
+    store.add_results(batch.id, [(1, first), (2, second)])
+    store.add_results(batch.id, [(2, second), (3, first)])
+    store.finish(batch, Status.COMPLETED, [], 0, 103)
+
+    (stored,) = store.batches("me", "openai", None, 10)
+    assert stored.usage == Usage(120, 3, 6, 3)
+    store.delete_batch("me", batch.id)
+    store.add_batch(batch)
+    assert store.open_batches()[0].usage == Usage()
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}, Usage(5, 0, 2, 0)),
+        (
+            {
+                "prompt_tokens": 5,
+                "completion_tokens": 2,
+                "prompt_tokens_details": {"cached_tokens": 3},
+                "completion_tokens_details": {"reasoning_tokens": 1},
+            },
+            Usage(5, 3, 2, 1),
+        ),
+        ({"input_tokens": 5, "output_tokens": 2, "output_tokens_details": {"reasoning_tokens": 1}}, Usage(5, 0, 2, 1)),
+        ({"input_tokens": 5, "output_tokens": 2, "cache_read_input_tokens": 3}, Usage(8, 3, 2, 0)),
+        ({"prompt_tokens": 0, "prompt_tokens_details": None}, Usage()),
+        (None, Usage()),
+    ],
+)
+def test_the_usage_of_each_api_is_read(usage: object, expected: Usage) -> None:
+    assert usage_of({"usage": usage}) == expected
+    assert usage_of([usage]) == Usage()
 
 
 def test_the_end_of_a_batch_and_its_files_are_one_transaction(store: BatchStore) -> None:

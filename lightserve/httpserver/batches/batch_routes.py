@@ -155,5 +155,12 @@ def batch_object(batch: Batch) -> JsonObject:
         "expires_at": batch.expires_at,
         **{name: batch.times.get(name.removesuffix("_at")) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": {
+            "input_tokens": batch.usage.input,
+            "input_tokens_details": {"cached_tokens": batch.usage.cached},
+            "output_tokens": batch.usage.output,
+            "output_tokens_details": {"reasoning_tokens": batch.usage.reasoning},
+            "total_tokens": batch.usage.input + batch.usage.output,
+        },
         "metadata": batch.metadata,
     }

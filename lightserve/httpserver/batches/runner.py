@@ -10,6 +10,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Scope
 
 from lightserve.batches.line import LineRequest
+from lightserve.batches.usage import NO_USAGE, Usage, usage_of
 from lightserve.httpserver.http.access_log import ResponseRecord
 from lightserve.httpserver.http.errors import error_object, log_error
 from lightserve.messages.params import BACKGROUND_PRIORITY
@@ -21,6 +22,7 @@ class LineResponse(NamedTuple):
     status: int
     request_id: str
     body: Any  # what orjson writes: an object, or the bytes of one as they came
+    usage: Usage = NO_USAGE
 
 
 class LineRunner:
@@ -47,8 +49,8 @@ class LineRunner:
         exchange = _Exchange(body, record, request_id)
         await self._app(_scope(line.url, body, state), exchange.receive, exchange.send)
         received = b"".join(exchange.received)
-        orjson.loads(received)  # what is no JSON would be a line that nobody can read
-        return LineResponse(exchange.status, request_id, orjson.Fragment(received))
+        usage = usage_of(orjson.loads(received))  # what is no JSON would be a line that nobody can read
+        return LineResponse(exchange.status, request_id, orjson.Fragment(received), usage)
 
 
 class LinePace:
