@@ -33,10 +33,13 @@ ENTRY_POINTS = "lightserve.models"
 TRANSFORMERS_BACKEND = "lightserve.models.transformers_backend.model:TransformersTpPartModel"
 MODELS = {
     "Yi": "lightserve.models.llama.model:LlamaTpPartModel",
+    "afmoe": "lightserve.models.afmoe.model:AfmoeTpPartModel",
     "apertus": "lightserve.models.apertus.model:ApertusTpPartModel",
     "aquila": "lightserve.models.llama.model:LlamaTpPartModel",
     "arcee": "lightserve.models.arcee.model:ArceeTpPartModel",
+    "axk1": "lightserve.models.axk1.model:AXK1TpPartModel",
     "baichuan": "lightserve.models.baichuan.model:BaichuanTpPartModel",
+    "bailing_hybrid": "lightserve.models.bailing_hybrid.model:BailingHybridTpPartModel",
     "bailing_moe": "lightserve.models.bailing_moe.model:BailingMoeTpPartModel",
     "bailing_moe_v2": "lightserve.models.bailing_moe.model:BailingMoeV2TpPartModel",
     "bamba": "lightserve.models.bamba.model:BambaTpPartModel",

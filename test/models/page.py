@@ -22,10 +22,13 @@ from test.models.architectures.cases import CASES
 
 FAMILIES = {
     "Yi": "Yi",
+    "afmoe": "Trinity Nano, Mini, Large",
     "apertus": "Apertus",
     "aquila": "Aquila 2",
     "arcee": "Arcee AFM",
+    "axk1": "A.X K1",
     "baichuan": "Baichuan 1 and 2",
+    "bailing_hybrid": "Ling 3",
     "bailing_moe": "Ling 1, 1.5, Ring",
     "bailing_moe_v2": "Ling 2, Ring 2",
     "bamba": "Bamba",

@@ -14,6 +14,13 @@ from test.models.tiny import build_model
 # case: field, value, what the message says
 REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "apertus": [("qk_norm", False, "qk_norm False"), ("post_norm", True, "post_norm True")],
+    "afmoe": [("score_func", "softmax", "score_func 'softmax'"), ("attention_bias", True, "attention_bias True")],
+    "axk1": [("topk_method", "greedy", "topk_method 'greedy'"), ("attention_bias", True, "attention_bias True")],
+    "bailing_hybrid": [
+        ("kda_lower_bound", 5.0, "kda_lower_bound is 5.0, wanted a negative number"),
+        ("score_function", "softmax", "score_function 'softmax'"),
+        ("q_lora_rank", 24, "q_lora_rank 24"),
+    ],
     "bailing_moe": [("norm_head", True, "norm_head True"), ("use_bias", True, "use_bias True")],
     "bailing_moe_v2": [
         ("score_function", "softmax", "score_function 'softmax' .*'sigmoid'"),

@@ -82,6 +82,7 @@ class LayerNames:
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # the tensor itself
     o_norm: str | None = None  # RMSNorm of the input of o, over all heads of a token
+    output_gate: str | None = None  # with has_output_gate: a linear of its own, instead of rows of q
     head_gate: str | None = None  # a number for each head; its output is multiplied by the sigmoid before o
     o: str = "self_attn.o_proj"
     att_post_norm: str | None = None  # of what the attention or mixer adds to the hidden states
@@ -134,7 +135,8 @@ class LayerSpec:
     clip_qkv: float | None = None  # q, k and v are clamped to [-clip_qkv, clip_qkv]
     qkv_bias: bool = False
     o_bias: bool = False
-    # o reads the attention's output times sigmoid(gate); the linear q has, for each head, its query and then its gate
+    # o reads the attention's output times sigmoid(gate); the linear q has, for each head, its query and then its gate,
+    # if the names have no output_gate
     has_output_gate: bool = False
     qkv_input_size: int | None = None  # what q, k and v read; None: hidden_size
     mixer: MixerSpec | None = None  # a recurrent mixer: instead of attention, or beside it if num_heads is not 0

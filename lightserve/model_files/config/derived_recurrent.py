@@ -121,6 +121,17 @@ def kimi_linear(hf: Fields) -> dict[str, Any]:
     return {**fields, "layer_types": types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
 
 
+def bailing_hybrid(hf: Fields) -> dict[str, Any]:
+    """Recurrent layers have as many heads as the others. head_dim is the size of theirs."""
+    of_layers = {
+        "linear_head_dim": hf.get("head_dim") or 128,
+        "linear_num_heads": hf.get("num_attention_heads"),
+        "linear_conv_kernel_dim": hf.get("short_conv_kernel_size") or 4,
+    }
+    types = except_every(6, "layer_group_size", "linear_attention")(hf)
+    return {**of_layers, **types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
+
+
 def minimax(hf: Fields) -> dict[str, Any]:
     """layer_types, and the factors of hidden states under the names of transformers. MiniMax's files have others."""
     layers: Any = hf.get("num_hidden_layers")

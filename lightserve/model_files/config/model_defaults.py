@@ -91,3 +91,38 @@ GEMMA4 = {
 }
 GLM4V = {"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "attention_bias": True}
 GLM4V_MOE = {**GLM4V, "num_key_value_heads": 8, "partial_rotary_factor": 0.5}
+AFMOE = {
+    "rms_norm_eps": 1e-5,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 6,
+    "num_experts": 64,
+    "moe_intermediate_size": 1408,
+}
+_LATENTS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+KIMI_LINEAR = {
+    **_LATENTS,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1024,
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_conv_kernel_dim": 4,
+}
+LING3 = {
+    **_LATENTS,
+    "rms_norm_eps": 1e-6,
+    "first_k_dense_replace": 2,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 768,
+    "rope_theta": 6_000_000.0,
+}

@@ -95,6 +95,12 @@ _QWEN_FIELDS = config_derived.all_of(
     config_derived.whole_rope, config_derived.windows_of_layers(lambda layer, bound: layer >= bound)
 )
 _SHARED_EXPERTS = {"num_shared_experts": "n_shared_experts"}
+_KIMI_NAMES = {
+    **_SHARED_EXPERTS,
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+}
 _CWM = {
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
@@ -176,10 +182,21 @@ _MODERNBERT = {
 _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
+    "afmoe": ConfigNames(
+        {**_SHARED_EXPERTS, "num_dense_layers": "first_k_dense_replace", "route_scale": "routed_scaling_factor"},
+        model_defaults.AFMOE,
+        config_derived.except_every(4, "global_attn_every_n_layers", "sliding_attention"),
+    ),
     "apertus": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE}),
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
+    "axk1": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"first_k_dense_replace": 1}),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
+    "bailing_hybrid": ConfigNames(
+        _KIMI_NAMES,
+        model_defaults.LING3,
+        derived_recurrent.bailing_hybrid,
+    ),
     "bailing_moe": ConfigNames(_SHARED_EXPERTS),
     "bailing_moe_v2": ConfigNames(_SHARED_EXPERTS, {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1}),
     "bamba": ConfigNames(
@@ -294,27 +311,8 @@ MODELS = {
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "jais2": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "kimi_linear": ConfigNames(
-        {
-            "moe_renormalize": "norm_topk_prob",
-            "num_expert_group": "n_group",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
-        },
-        {
-            "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.446,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 1024,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "kv_lora_rank": 512,
-            "linear_head_dim": 128,
-            "linear_num_heads": 32,
-            "linear_conv_kernel_dim": 4,
-        },
+        _KIMI_NAMES,
+        model_defaults.KIMI_LINEAR,
         derived_recurrent.kimi_linear,
     ),
     "lfm2": ConfigNames(defaults=_LFM2, derived=derived_recurrent.lfm2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,8 +19,10 @@ def latent_sizes(config: bm.ModelConfig, heads: int) -> ops.LatentSizes:
 
 
 class DeepseekLayerWeight(bm.DecoderLayerWeight):
+    attention_name: ClassVar[str] = "self_attn"
+
     def _init_attention(self, spec: bm.LayerSpec, context: bm.WeightContext) -> None:
-        at, config, hidden = f"{spec.prefix}.self_attn", spec.config, spec.hidden_size
+        at, config, hidden = f"{spec.prefix}.{self.attention_name}", spec.config, spec.hidden_size
         sizes = latent_sizes(config, spec.num_heads)
         q_rank = config.hf.get("q_lora_rank")
         query = _rows(spec.num_heads, sizes.nope, spec)
@@ -31,7 +34,9 @@ class DeepseekLayerWeight(bm.DecoderLayerWeight):
             q_b = bm.Block(f"{at}.q_b_proj", spec.num_heads, sizes.nope + sizes.rope, query)
             self.q_a_norm = bm.RmsNormWeight(f"{at}.q_a_layernorm", q_rank, LATENT_NORM_EPS, context)
             self.q_b_proj = bm.ColumnWeight([q_b], q_rank, context)
-        self.qkv_proj = bm.ColumnWeight([first, kv_a], hidden, context)
+        gate = spec.names.head_gate
+        gates = [] if gate is None else [bm.Block(f"{spec.prefix}.{gate}", spec.num_heads)]
+        self.qkv_proj = bm.ColumnWeight([first, kv_a, *gates], hidden, context)
         self.kv_norm = bm.RmsNormWeight(f"{at}.kv_a_layernorm", sizes.rank, LATENT_NORM_EPS, context)
         kv_b = bm.Block(f"{at}.kv_b_proj", spec.num_heads, sizes.nope + sizes.value)
         # ops read the weight itself, so no adapter can add to its product
@@ -39,7 +44,7 @@ class DeepseekLayerWeight(bm.DecoderLayerWeight):
         self.kv_b_proj = bm.ColumnWeight([kv_b], sizes.rank, plain)
         assert isinstance(self.kv_b_proj.method, bm.UnquantizedLinear)
         self.kv_b = self.kv_b_proj.method.weight.view(-1, kv_b.dim, sizes.rank)  # [heads, nope + value, rank]
-        self.o_proj = bm.RowWeight(f"{at}.o_proj", spec.num_heads * sizes.value, hidden, context)
+        self.o_proj = bm.RowWeight(f"{spec.prefix}.{spec.names.o}", spec.num_heads * sizes.value, hidden, context)
         self.attn_options = ops.AttnOptions(spec.scale)
 
 

@@ -59,6 +59,42 @@ def _as_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
 GROUPS = {"n_group": 4, "topk_group": 2}
 GREEDY = {**GROUPS, "topk_method": "group_limited_greedy"}
 
+LING = {
+    **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "q_lora_rank")},
+    "num_hidden_layers": 4,
+    "num_local_experts": 12,
+    "head_dim": 12,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+
+
+def _as_axk1_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    del config_json["mlp_layer_types"]
+    return {**config_json, "first_k_dense_replace": 2, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, tensors
+
+
+def _with_head_dim(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """transformers 5.22 saves that of rotary positions."""
+    return {**config_json, "head_dim": LING["head_dim"]}, tensors
+
+
+def _as_ling_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    """With the names of fields of Ling 2, and without those that follow from others."""
+    names = {
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "model_max_length": "max_position_embeddings",
+    }
+    left_out = {"layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}
+    fields = {names.get(key, key): value for key, value in config_json.items() if key not in left_out}
+    fields |= {"score_function": "sigmoid", "num_nextn_predict_layers": 1}
+    return _with_head_dim(fields, tensors)
+
+
 CASES = {
     "deepseek_v2": Case("deepseek_v2", {**LATENT, "q_lora_rank": None}),  # as V2-Lite
     "deepseek_v2-groups": Case("deepseek_v2", {**LATENT, **GREEDY, "rope_parameters": YARN}),
@@ -79,6 +115,16 @@ CASES = {
         },
     ),
     "glm4_moe_lite-first": Case("glm4_moe_lite", {**LATENT, "q_lora_rank": None}, _without_layer_types),
+    "axk1": Case("axk1", {**LATENT, **GROUPS, "rms_norm_eps": 1e-2}),
+    "axk1-published": Case(
+        "axk1", {**LATENT, **GROUPS, "first_k_dense_replace": 2, "rope_interleave": False}, _as_axk1_published
+    ),
+    "bailing_hybrid": Case("bailing_hybrid", {**LING, "n_group": 4, "topk_group": 2}, _with_head_dim),
+    "bailing_hybrid-softplus": Case(
+        "bailing_hybrid",
+        {**LING, "n_group": 1, "topk_group": 1, "kda_safe_gate": False, "short_conv_kernel_size": 3},
+        _as_ling_published,
+    ),
     "deepseek_v32": Case("deepseek_v32", {**YARN_SPARSE, **GROUPS}),
     "deepseek_v32-short": Case("deepseek_v32", {**SPARSE, **GROUPS, "index_topk": MAX_LEN}),
     "glm_moe_dsa": Case(

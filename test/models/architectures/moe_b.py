@@ -31,6 +31,15 @@ MIMO = {
     "sliding_window": WINDOW,
     "attention_value_scale": 0.6,
 }
+AFMOE = {
+    **SMALL,
+    **EXPERTS,
+    "head_dim": 16,
+    "num_experts": 10,
+    "num_shared_experts": 2,
+    "sliding_window": WINDOW,
+    "global_attn_every_n_layers": 3,
+}
 QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
@@ -90,6 +99,16 @@ CASES = {
         "dots1",
         {**ROUTED, "attention_bias": True, "norm_topk_prob": False, "sliding_window": WINDOW, "max_window_layers": 1},
         without("layer_types"),
+    ),
+    "afmoe": Case(
+        "afmoe",
+        {**AFMOE, "num_hidden_layers": 5, "num_dense_layers": 2, "mup_enabled": True, "route_scale": 1.7},
+        without("layer_types"),
+    ),
+    "afmoe-listed": Case(
+        "afmoe",
+        {**AFMOE, "num_dense_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
+        lambda config, tensors: ({**config, "score_func": "sigmoid", "route_norm": True, "n_group": 1}, tensors),
     ),
     "granitemoeshared": Case("granitemoeshared", {**GRANITE, "shared_intermediate_size": 44}),
     "granitemoeshared-none": Case("granitemoeshared", {**GRANITE, "shared_intermediate_size": 0}),

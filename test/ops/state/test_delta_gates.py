@@ -25,6 +25,16 @@ def test_decays_and_betas_of_heads_and_of_their_channels(
 
 
 @each_backend_and_dtype(ops.delta_gates)
+def test_decays_that_have_a_bound(backend: str, dtype: torch.dtype) -> None:
+    a, b, rates, dt_bias = delta_gates_args(5, 5, 24, dtype, device_of(backend))
+
+    log_decay, beta = ops.delta_gates.impls[backend](a, b, rates, dt_bias, -5.0)
+
+    assert_close(log_decay, -5.0 * (-rates.repeat_interleave(24) * (wide(a) + dt_bias)).sigmoid(), torch.float32)
+    assert_close(beta, wide(b).sigmoid(), torch.float32)
+
+
+@each_backend_and_dtype(ops.delta_gates)
 def test_large_steps_stay_finite(backend: str, dtype: torch.dtype) -> None:
     a = torch.tensor([[-30000.0, -20.0, 0.0, 20.0, 30000.0]], dtype=dtype, device=device_of(backend))
     ones = torch.ones(5, device=a.device)

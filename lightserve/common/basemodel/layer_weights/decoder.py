@@ -175,13 +175,15 @@ def _qkv(spec: LayerSpec) -> list[Block]:
     prefixes = [names.q, names.k, names.v] if names.qkv is None else [names.qkv] * 3
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     maps = _qkv_rows(spec)
-    if spec.has_output_gate:
+    if spec.has_output_gate and names.output_gate is None:
         maps[0], gates = in_head_parts(spec.num_heads, spec.head_dim, spec.head_dim)
         prefixes, heads, maps = [*prefixes, names.q], [*heads, spec.num_heads], [*maps, gates]
     if spec.has_rope_pairs:
         maps[:2] = [pairs_to_halves(maps[i], heads[i], spec.rotary_dim) for i in range(2)]
     blocks = zip(prefixes, heads, maps, strict=True)
     linears = [Block(f"{spec.prefix}.{name}", count, spec.head_dim, rows) for name, count, rows in blocks]
+    if names.output_gate is not None:
+        linears.append(Block(f"{spec.prefix}.{names.output_gate}", spec.num_heads, spec.head_dim))
     if names.head_gate is not None:
         linears.append(Block(f"{spec.prefix}.{names.head_gate}", spec.num_heads))
     return linears[:1] if spec.kv_source is not None else linears if spec.has_v_proj else linears[:2]

@@ -27,13 +27,19 @@ class DeltaInputs(NamedTuple):
 
 
 @op
-def delta_gates(a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates(
+    a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, min_log_decay: float | None = None
+) -> tuple[Tensor, Tensor]:
     """``rates * softplus(a + dt_bias)`` and ``sigmoid(b)``: the log decays and betas of a gated delta rule, in float32.
 
-    ``a`` and ``dt_bias`` have one or more columns for each head, ``b`` and ``rates`` have one.
+    ``a`` and ``dt_bias`` have one or more columns for each head, ``b`` and ``rates`` have one. With ``min_log_decay``
+    the log decays are that number times ``sigmoid(-rates * (a + dt_bias))``.
     """
-    steps = softplus_of(a.float() + dt_bias.float())
-    return rates.float().repeat_interleave(a.shape[-1] // len(rates)) * steps, sigmoid(b.float())
+    steps = a.float() + dt_bias.float()
+    rates = rates.float().repeat_interleave(a.shape[-1] // len(rates))
+    if min_log_decay is None:
+        return rates * softplus_of(steps), sigmoid(b.float())
+    return min_log_decay * sigmoid(-rates * steps), sigmoid(b.float())
 
 
 @op

@@ -26,6 +26,7 @@ def _delta_gates_kernel(
     b_row_stride,
     heads,
     n_cols,
+    MIN_LOG_DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -35,19 +36,24 @@ def _delta_gates_kernel(
     a = tl.load(a_ptr + token * a_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     a += tl.load(dt_bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     rates = tl.load(rates_ptr + cols // (n_cols // heads), mask=mask, other=0.0).to(tl.float32)
-    tl.store(log_decay_ptr + token * n_cols + cols, rates * activate(a, "softplus"), mask=mask)
+    log_decay = (
+        rates * activate(a, "softplus") if MIN_LOG_DECAY is None else MIN_LOG_DECAY * activate(-rates * a, "gate")
+    )
+    tl.store(log_decay_ptr + token * n_cols + cols, log_decay, mask=mask)
     b = tl.load(b_ptr + token * b_row_stride + cols, mask=is_head, other=0.0).to(tl.float32)
     tl.store(beta_ptr + token * heads + cols, activate(b, "gate"), mask=is_head)
 
 
 @ops.delta_gates.impl("triton")
-def delta_gates(a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates(
+    a: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor, min_log_decay: float | None = None
+) -> tuple[Tensor, Tensor]:
     check_last_contiguous("delta_gates", a=a, b=b, rates=rates, dt_bias=dt_bias)
     log_decay, beta = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (a, b))
     tokens, n_cols = a.shape
     if a.numel():
         _delta_gates_kernel[(tokens, cdiv(n_cols, BLOCK))](
-            a, b, rates, dt_bias, log_decay, beta, a.stride(0), b.stride(0), len(rates), n_cols, BLOCK
+            a, b, rates, dt_bias, log_decay, beta, a.stride(0), b.stride(0), len(rates), n_cols, min_log_decay, BLOCK
         )
     return log_decay, beta
 
