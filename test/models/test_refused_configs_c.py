@@ -19,7 +19,8 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "bailing_hybrid": [
         ("kda_lower_bound", 5.0, "kda_lower_bound is 5.0, wanted a negative number"),
         ("score_function", "softmax", "score_function 'softmax'"),
-        ("q_lora_rank", 24, "q_lora_rank 24"),
+        ("no_kda_lora", False, "no_kda_lora False"),
+        ("expert_swiglu_limit_list", [0.0, None, 7.0, None], "expert_swiglu_limit_list .0.0, None, 7.0, None"),
     ],
     "bailing_moe": [("norm_head", True, "norm_head True"), ("use_bias", True, "use_bias True")],
     "bailing_moe_v2": [

@@ -122,14 +122,23 @@ def kimi_linear(hf: Fields) -> dict[str, Any]:
 
 
 def bailing_hybrid(hf: Fields) -> dict[str, Any]:
-    """Recurrent layers have as many heads as the others. head_dim is the size of theirs."""
+    """Recurrent layers have as many heads as the others. head_dim is the size of theirs.
+
+    The last layer of each group has attention, and so has each one behind the last whole group.
+    """
+    layers: Any = hf.get("num_hidden_layers")
+    group: Any = hf.get("layer_group_size") or 6
+    types = hf.get("layer_types")
+    if types is None and are_counts(layers, group):
+        grouped = layers // group * group
+        kinds = ("linear_attention", "full_attention")
+        types = [kinds[i >= grouped or (i + 1) % group == 0] for i in layer_numbers(layers)]
     of_layers = {
         "linear_head_dim": hf.get("head_dim") or 128,
         "linear_num_heads": hf.get("num_attention_heads"),
         "linear_conv_kernel_dim": hf.get("short_conv_kernel_size") or 4,
     }
-    types = except_every(6, "layer_group_size", "linear_attention")(hf)
-    return {**of_layers, **types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
+    return {**of_layers, "layer_types": types, "head_dim": hf.get("qk_rope_head_dim"), "num_key_value_heads": None}
 
 
 def minimax(hf: Fields) -> dict[str, Any]:

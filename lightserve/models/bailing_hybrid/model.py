@@ -74,4 +74,10 @@ class BailingHybridTpPartModel(DeepseekTpPartModel):
         super()._verify_params()
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too
         self.config.check_value("score_function", "sigmoid")
-        self.config.check_value("q_lora_rank", None)
+        self.config.check_value("no_kda_lora", True)
+        self.config.check_value("gated_attention_proj_granularity_type", "head_wise")
+        for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+            limits = self.config.hf.get(name)
+            if isinstance(limits, list) and not any(limits):
+                continue  # 0 and null are no limits
+            self.config.check_value(name, None)

@@ -91,7 +91,13 @@ def _as_ling_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tenso
     }
     left_out = {"layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}
     fields = {names.get(key, key): value for key, value in config_json.items() if key not in left_out}
-    fields |= {"score_function": "sigmoid", "num_nextn_predict_layers": 1}
+    fields |= {
+        "score_function": "sigmoid",
+        "num_nextn_predict_layers": 1,
+        "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "expert_swiglu_limit_list": [None] * 5,
+    }
     return _with_head_dim(fields, tensors)
 
 
@@ -122,7 +128,15 @@ CASES = {
     "bailing_hybrid": Case("bailing_hybrid", {**LING, "n_group": 4, "topk_group": 2}, _with_head_dim),
     "bailing_hybrid-softplus": Case(
         "bailing_hybrid",
-        {**LING, "n_group": 1, "topk_group": 1, "kda_safe_gate": False, "short_conv_kernel_size": 3},
+        {
+            **LING,
+            "n_group": 1,
+            "topk_group": 1,
+            "kda_safe_gate": False,
+            "short_conv_kernel_size": 3,
+            "num_hidden_layers": 5,
+            "layer_types": [*["linear_attention", "full_attention"] * 2, "full_attention"],
+        },
         _as_ling_published,
     ),
     "deepseek_v32": Case("deepseek_v32", {**YARN_SPARSE, **GROUPS}),
