@@ -30,7 +30,8 @@ VOCAB_SIZE = 131
 START, PAD, END = VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2
 HIDDEN = 48
 GEMMA3_TOKENS = 9
-LLAMA4_TOKENS = 4  # of a square
+LLAMA4_TOKENS = AYA_TOKENS = 4  # of a square
+GRIDS = ("internvl", "aya_vision", "cohere2_vision")  # of squares, whose processors count them
 COLORS = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.26, 0.26, 0.27]}
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE + 5,
@@ -228,7 +229,24 @@ GLM4V = VisionFamily(
     ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
     {"image_start_token_id": START, "image_end_token_id": END},
 )
+AYA = VisionFamily(
+    "aya_vision",
+    {"model_type": "cohere2", **TEXT, "num_hidden_layers": 4, "sliding_window": 16},
+    SIGLIP,
+    {**COLORS, "size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 5},
+    GotOcr2ImageProcessorPil,
+    "<image>",
+    ("<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"),
+    {"alignment_intermediate_size": 40},
+)
 FAMILIES = {
+    "aya_vision": AYA,
+    "cohere2_vision": replace(
+        AYA,
+        model_type="cohere2_vision",
+        processor=load_processor("cohere2_vision", "Cohere2VisionImageProcessor"),
+        marker="<|IMG_PATCH|>",
+    ),
     "llava": VisionFamily(
         "llava",
         {"model_type": "llama", **TEXT},
@@ -552,8 +570,8 @@ def features(model: Any, name: str, images: Sequence[Image.Image]) -> list[Tenso
     if FAMILIES[name].files.get("do_pan_and_scan"):
         counts = [1 + count for count in FAMILIES[name].processed(images)["num_crops"]]
         return [of_image.flatten(0, 1) for of_image in found.split(counts)]
-    if FAMILIES[name].model_type == "internvl":
-        counts = FAMILIES[name].processed(images)["num_patches"].tolist()
+    if FAMILIES[name].model_type in GRIDS:
+        counts = torch.as_tensor(FAMILIES[name].processed(images)["num_patches"]).tolist()
         return [of_image.flatten(0, 1) for of_image in found.split(counts)]
     if FAMILIES[name].model_type == "lfm2_vl":
         counts = [sum(_runs(FAMILIES[name], image)) for image in images]
@@ -593,6 +611,10 @@ def image_ids(family: VisionFamily, count: int, size: Any) -> list[int]:
         tile = [PAD] * LLAMA4_TOKENS
         squares = count // LLAMA4_TOKENS - 1
         return [START, *([*tile, 0] * squares or [0]), *tile, END]
+    if family.model_type in ("aya_vision", "cohere2_vision"):
+        tile = [PAD] * AYA_TOKENS
+        with_text = [0, *tile] if family.model_type == "aya_vision" else [*tile, 0]
+        return [START, *with_text * (count // AYA_TOKENS), END]
     if family.model_type == "lfm2_vl":
         runs = [[PAD] * run for run in _runs(family, size)]
         return [START, *(runs[0] if len(runs) == 1 else [token_id for run in runs for token_id in [0, *run]]), END]

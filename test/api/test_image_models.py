@@ -15,7 +15,17 @@ from test.vision_model import picture, png
 
 NEW_TOKENS = 6
 # the others differ in their layout and tower alone: see test/worker/test_image_families.py
-LONG = ("gemma4", "glm4v", "kimi_k25", "lfm2_vl", "llama4", "llava_onevision", "mistral3")
+LONG = (
+    "aya_vision",
+    "cohere2_vision",
+    "gemma4",
+    "glm4v",
+    "kimi_k25",
+    "lfm2_vl",
+    "llama4",
+    "llava_onevision",
+    "mistral3",
+)
 SERVED = ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 Model = tuple[str, Any, ServerProcess]
 

@@ -27,6 +27,7 @@ FAMILIES = {
     "aquila": "Aquila 2",
     "arcee": "Arcee AFM",
     "axk1": "A.X K1",
+    "aya_vision": "Aya Vision, with images",
     "baichuan": "Baichuan 1 and 2",
     "bailing_hybrid": "Ling 3",
     "bailing_moe": "Ling 1, 1.5, Ring",
@@ -39,6 +40,7 @@ FAMILIES = {
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B",
     "cohere": "Command R, R+, Aya",
     "cohere2": "Command R7B, Command A",
+    "cohere2_vision": "Command A Vision, with images",
     "cwm": "CWM",
     "deci": "DeciLM",
     "deepseek_v2": "DeepSeek V2, V2-Lite",
@@ -204,6 +206,8 @@ NOTES = """\
   `--data_type` beside the latents: 128 numbers beside 576. `--max_req_total_len 2048` serves these
   models as dense ones, without those keys. A layer that shares the choice of the layer before it
   (`indexer_types`, `index_topk_freq`) cannot begin a stage of `--pp`.
+- `aya_vision`, `cohere2_vision`: logits are multiplied by `logit_scale`, as those of `cohere2`, whose
+  weights they have. The classes of transformers 5.22 for the whole models leave it out.
 - `llama4`: layers with positions attend to chunks of 8,192 tokens: the KV cache keeps those of one
   chunk, as it does for windows. Set `--max_req_total_len`: Scout's files allow 10 million tokens.
   Files in which each token has several experts are refused.

@@ -36,7 +36,7 @@ class InternVLImages(ImageLayout):
     def read(cls, files: ImageFiles, max_tokens: int | None) -> InternVLImages:
         preprocessor = files.preprocessor
         patch = files.vision.get("patch_size", 14)
-        tile_tokens = int(files.hf.get("image_seq_length", TILE_TOKENS))
+        tile_tokens = cls.tile_tokens_of(files)
         most = int(preprocessor.get("max_patches") or MAX_TILES)
         check_max_tokens(tile_tokens, max_tokens)
         if max_tokens is not None:
@@ -51,6 +51,17 @@ class InternVLImages(ImageLayout):
             resampling_of(preprocessor),
         )
 
+    @classmethod
+    def tile_tokens_of(cls, files: ImageFiles) -> int:
+        return int(files.hf.get("image_seq_length", TILE_TOKENS))
+
+    def runs(self, count: int) -> tuple[int, ...]:
+        """``count``: squares."""
+        return (count * self.tile_tokens,)
+
+    def texts(self, count: int) -> tuple[str, ...]:
+        return TEXTS
+
     @property
     def largest(self) -> ImageSize:
         return self._size(1, self.max_tiles)
@@ -61,23 +72,23 @@ class InternVLImages(ImageLayout):
 
     def _size(self, rows: int, columns: int) -> ImageSize:
         count = rows * columns + (rows * columns > 1)
-        return ImageSize(rows * self.side, columns * self.side, (count * self.tile_tokens,), texts=TEXTS)
+        return ImageSize(rows * self.side, columns * self.side, self.runs(count), texts=self.texts(count))
 
     def size_of(self, header: ImageHeader, is_low: bool = False) -> ImageSize:
         check_ratio(header)
-        return self._size(1, 1) if is_low else self._size(*self._best_grid(header.height, header.width))
+        return self._size(1, 1) if is_low else self._size(*self.best_grid(header.height, header.width))
 
-    def _best_grid(self, height: int, width: int) -> tuple[int, int]:
+    def best_grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns. Of those with the nearest ratio, the largest that the image covers well."""
         best, best_difference = (1, 1), float("inf")
-        for rows, columns in self._grids():
+        for rows, columns in self.grids():
             difference = abs(width / height - columns / rows)
             covers = width * height > MIN_COVERED * self.side**2 * rows * columns
             if difference < best_difference or (difference == best_difference and covers):
                 best, best_difference = (rows, columns), difference
         return best
 
-    def _grids(self) -> Iterator[tuple[int, int]]:
+    def grids(self) -> Iterator[tuple[int, int]]:
         """The smallest first, of one size those with fewer columns."""
         sides = range(1, self.max_tiles + 1)
         grids = [(rows, columns) for columns in sides for rows in sides]

@@ -40,8 +40,11 @@ _PALIGEMMA = VisionFamily(
 _QWEN = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.families.qwen:QwenTower")
 _QWEN3 = VisionFamily("lightserve.media.layouts.qwen:QwenImages", "lightserve.vision.families.qwen3:Qwen3Tower")
 _TILED = VisionFamily("lightserve.media.layouts.tiles:TiledImages", "lightserve.vision.families.idefics3:Idefics3Tower")
+_AYA = "lightserve.vision.families.aya:AyaTower"
 # by model_type of the whole model; of the others the language model is served
 FAMILIES = {
+    "aya_vision": VisionFamily("lightserve.media.layouts.aya:AyaImages", _AYA),
+    "cohere2_vision": VisionFamily("lightserve.media.layouts.aya:CohereImages", _AYA),
     "gemma3": _GEMMA3,
     "gemma4": VisionFamily(_GEMMA4, "lightserve.vision.families.gemma4:Gemma4Tower", Sight.IMAGE, sees_if_stated=True),
     "gemma4_unified": VisionFamily(

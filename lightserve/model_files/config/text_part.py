@@ -10,6 +10,8 @@ from lightserve.errors import ModelFilesError
 TEXT_CONFIG = "text_config"
 # model_type of the whole model: as which model_type its language model is served, if text_config does not say
 TEXT_TYPES = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",

@@ -189,12 +189,12 @@ class InternVLTower(VisionTower):
         patches = patches_of(tiles, self._layout.patch, self._layout.mean, self._layout.std)
         weight: Tensor = self.multi_modal_projector.linear_1.weight
         features = self.vision_tower(patches.to(weight.dtype))
-        merged = _merged(features[:, 1:] if self._drops_first else features, self._merge)
+        merged = merged_squares(features[:, 1:] if self._drops_first else features, self._merge)
         of_images = split_rows(self.multi_modal_projector(merged), [len(image.tiles) for image in images])
         return [of_image.flatten(0, 1) for of_image in of_images]
 
 
-def _merged(x: Tensor, merge: int) -> Tensor:
+def merged_squares(x: Tensor, merge: int) -> Tensor:
     """``[tiles, squares, size * merge * merge]``: the patches of a square side by side, row by row of the square."""
     side = round(x.shape[1] ** 0.5)
     grid = x.view(len(x), side // merge, merge, side // merge, merge, -1)

@@ -31,6 +31,8 @@ PIXTRAL = {
 }
 SQUARE_VISION = {**PIXTRAL, "model_type": "siglip_vision_model", "image_size": 32, "vision_use_head": False}
 INTERN_VISION = {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}
+# transformers 5.22 leaves out the scale in these classes
+COHERE = {"model_type": "cohere2", "num_hidden_layers": 5, "sliding_window": 24, "logit_scale": 1.0}
 SIGLIP = {**PIXTRAL, "image_size": 32, "patch_size": 8}
 del SIGLIP["model_type"]
 KIMI_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -138,6 +140,8 @@ CASES = {
     "llama-llava": Case(*_case("llava", {"model_type": "llama"}, SQUARE_VISION)),
     "mistral-llava_next": Case(*_case("llava_next", {"model_type": "mistral", "sliding_window": None}, SQUARE_VISION)),
     "qwen2-llava_onevision": Case(*_case("llava_onevision", {"model_type": "qwen2"}, SQUARE_VISION), _as_saved_today),
+    "aya_vision": Case(*_case("aya_vision", COHERE, SQUARE_VISION)),
+    "cohere2_vision": Case(*_case("cohere2_vision", COHERE, SQUARE_VISION, alignment_intermediate_size=16)),
     "qwen2-internvl": Case(*_case("internvl", {"model_type": "qwen2"}, INTERN_VISION)),
     "gemma-paligemma": Case(
         *_case(
