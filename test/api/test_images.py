@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import signal
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from test.api.image_chats import NEW_TOKENS, ask, best_beams, data_url, expected
 from test.api.server import ServerProcess, running_server
 from test.media.fetch.image_host import TLS, answer, image_host_in_thread
 from test.vision_model import END, PAD, START, picture, png, save_vision_model
-from test.waiting import wait_until
+from test.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +211,28 @@ def test_metrics_tell_the_stages_of_images_and_refusals(vision_server: ServerPro
     assert stages == {"fetch": 1, "decode": 2, "resize": 1, "encode": 1}
     refusals = {reason: added[f"image_refused_total/{reason}"] for reason in ("number", "fetch", "file", "decode")}
     assert refusals == {"number": 1, "fetch": 1, "file": 1, "decode": 1}
+
+
+def test_requests_whose_images_are_fetched_count_as_load(vision_server: ServerProcess) -> None:
+    image, goes_on = picture(84, 112, 28), Event()
+
+    def answer_late(target: str) -> bytes:
+        goes_on.wait(DEADLINE_S)
+        return answer(png(image))
+
+    def load() -> int:
+        with urllib.request.urlopen(f"{vision_server.url}/load", timeout=DEADLINE_S) as response:
+            requests: int = json.load(response)["server_load"]
+            return requests
+
+    with image_host_in_thread(answer_late) as host, ThreadPoolExecutor(1) as threads:
+        part = {"type": "image_url", "image_url": {"url": host.url()}}
+        asked = threads.submit(ask, vision_server, [{"role": "user", "content": [part]}])
+        wait_until(lambda: load() == 1)
+        goes_on.set()
+        asked.result()
+
+    wait_until(lambda: load() == 0)
 
 
 PROMPT = "w1 <|vision_start|>{}<|vision_end|> w40 w2"  # what the chat template writes
