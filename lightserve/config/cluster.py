@@ -96,8 +96,8 @@ class ClusterConfig:
     )
     nnodes: int = option(
         1,
-        "number of machines that share the ranks of --tp and --pp; start the server on each of them with the same "
-        "flags and its own --node_rank; needs --master_addr and --cluster_keys",
+        "number of machines that share the engines of --dp, or the ranks of --tp and --pp; start the server on each of "
+        "them with the same flags and its own --node_rank; needs --master_addr and --cluster_keys",
         group=FlagGroup.PARALLEL,
         at_least=1,
     )

@@ -209,8 +209,6 @@ TABLE = (
     Conflict(HTTP_ADDRESS, LISTEN, "an engine has no HTTP", "its address is --listen tcp://HOST:PORT"),
     # an LLM in the process of its caller
     _not_built(VISUAL_DP, OFFLINE, "it encodes images in its own process", "start a server"),
-    # several nodes
-    _not_built(NNODES, DP, "the engines of --dp are on one machine", "start engines with --listen and use --engines"),
     # trainers
     _not_built(
         ROUTED_EXPERTS,

@@ -50,6 +50,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     epoch: int = 0  # of an engine: how many times its router was replaced before
     store_port: int | None = None  # on loopback: where ranks on several nodes find each other
     arena_fd: int | None = None  # memory for the embeddings of images; None: requests have none
+    arena_fds: tuple[int, ...] = ()  # of the nodes process: those of all engines
     arena_path: str | None = None  # of ranks on other nodes, in its place: the socket where they read them
     # A pipe that the first encoder closes when it has taken its memory on the device, where workers take what is left:
     # its end of the pipe, or theirs. None: nobody waits.
@@ -58,7 +59,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     @property
     def fds(self) -> list[int]:
         """The process inherits them."""
-        return [fd for fd in (self.listen_fd, self.arena_fd, self.encoder_fd) if fd is not None]
+        return [fd for fd in (self.listen_fd, self.arena_fd, *self.arena_fds, self.encoder_fd) if fd is not None]
 
     @property
     def device(self) -> int:
@@ -66,7 +67,8 @@ class ChildConfig(msgspec.Struct, frozen=True):
 
         Encoders beyond the number of ranks share the devices.
         """
-        return self.engine * self.config.worker.num_ranks + self.index % self.config.ranks_per_node
+        ranks = self.config.ranks_per_node
+        return self.engine % self.config.engines_per_node * ranks + self.index % ranks
 
     @property
     def number(self) -> int:
@@ -89,6 +91,11 @@ class ChildConfig(msgspec.Struct, frozen=True):
     def worker_path(self, rank: int, generation: int) -> str:
         """The socket of a worker. Each generation has its own, so that a late client cannot connect to the next one."""
         return self.engine_path(f"worker-{rank}-{generation}")
+
+    @property
+    def rendezvous_path(self) -> str:
+        """The file in which the ranks of this machine find each other."""
+        return self.engine_path(f"tp-{self.generation}")
 
     def engine_path(self, name: str) -> str:
         """A path that no other engine uses."""

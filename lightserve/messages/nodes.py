@@ -1,4 +1,4 @@
-"""node 0 <-> the other nodes of an engine (--nnodes), over TCP."""
+"""node 0 <-> the other nodes of a server (--nnodes), over TCP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from lightserve.messages.cluster import Heartbeat
 
-NODE_PROTOCOL = 2  # increase it when one of these messages changes
+NODE_PROTOCOL = 3  # increase it when one of these messages changes
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag=True):
@@ -36,7 +36,9 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     generation: int  # how many times the ranks were replaced
-    store_port: int  # on node 0, where the ranks find each other; a node replaces it by a port of its own
+    # on node 0, where the ranks find each other; a node replaces it by a port of its own. None: all are on this node
+    store_port: int | None
+    engine: int = 0  # of --dp
     max_total_token_num: int | None = None  # None: as in the node's own flags
     max_windowed_token_num: int | None = None
     max_state_rows: int | None = None
@@ -48,14 +50,19 @@ class ConnectRank(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     generation: int
+    engine: int = 0
 
 
 class ConnectStore(msgspec.Struct, frozen=True, tag=True):
-    """Connect to the store of node 0, where the ranks find each other."""
+    """Connect to the store of node 0, where the ranks of an engine find each other."""
+
+    engine: int = 0
 
 
 class ConnectArena(msgspec.Struct, frozen=True, tag=True):
-    """Connect to the embeddings of images on node 0: see ipc/arena.py."""
+    """Connect to the embeddings of images on node 0, those of an engine: see ipc/arena.py."""
+
+    engine: int = 0
 
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):

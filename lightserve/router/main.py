@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightserve.config import ServerConfig
@@ -155,7 +156,7 @@ def _enable_profiles(child_config: ChildConfig, manager: RouterManager, workers:
         return
     if child_config.config.cluster.dp > 1:  # every engine writes a profile of its own
         folder = f"{folder}/engine-{child_config.engine}"
-    manager.profiles.enable(folder, workers, child_config.config.node_of)
+    manager.profiles.enable(folder, workers, partial(child_config.config.node_of, engine=child_config.engine))
 
 
 async def _handle_launcher(

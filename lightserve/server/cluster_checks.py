@@ -60,6 +60,8 @@ def _check_transport(cluster: ClusterConfig) -> None:
 def check_nodes(config: ServerConfig) -> None:
     """Node 0 must be able to listen, and all nodes need the key."""
     cluster = config.cluster
+    if cluster.nnodes > 1 and cluster.roles:
+        raise OptionError("roles: KV of --dp stays on one node; start engines with --listen and --role")
     if cluster.nnodes == 1:
         if cluster.master_addr is not None:  # LightLLM takes it on one machine too
             logger.warning("master_addr=%s has no effect: there is one node (--nnodes)", cluster.master_addr)

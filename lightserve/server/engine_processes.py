@@ -125,9 +125,9 @@ class EngineProcesses:
         if self.engine is not None:
             config = replace(config, worker=_with_sizes(config.worker, self.engine))
         with contextlib.ExitStack() as exits:
-            store = exits.enter_context(_store_socket()) if config.cluster.nnodes > 1 else None
+            store = exits.enter_context(_store_socket()) if config.has_divided_engines else None
             for rank in range(config.worker.num_ranks):
-                if config.node_of(rank) > 0 and store is not None:
+                if config.node_of(rank, self.index) > 0:
                     await self._start_remote(config, rank, store)
                 else:
                     await self._start_local(config, rank, store)
@@ -145,9 +145,9 @@ class EngineProcesses:
         module = self._group.worker_module
         self.workers.append(await self._group.start_child(role, module, child_config, worker_env(config)))
 
-    async def _start_remote(self, config: ServerConfig, rank: int, store: socket.socket) -> None:
-        has_images = self._arena_fd is not None
-        start = StartRank(rank, self.generation, store.getsockname()[1], has_images=has_images)
+    async def _start_remote(self, config: ServerConfig, rank: int, store: socket.socket | None) -> None:
+        has_images, port = self._arena_fd is not None, None if store is None else store.getsockname()[1]
+        start = StartRank(rank, self.generation, port, self.index, has_images=has_images)
         if self.engine is not None:  # a replacement
             start = msgspec.structs.replace(
                 start,
@@ -155,7 +155,7 @@ class EngineProcesses:
                 max_windowed_token_num=config.worker.max_windowed_token_num,
                 max_state_rows=config.worker.max_state_rows,
             )
-        node = config.node_of(rank)
+        node = config.node_of(rank, self.index)
         role = self._role(f"model worker {rank} on node {node}")
         worker = await RemoteRank.start_at(self._child_config().path(NODES_SOCKET), role, node, start)
         self._group.children.append(worker)
@@ -230,6 +230,7 @@ class EngineProcesses:
         """Kill the remaining ranks after one died. Return whether all of them exited in time."""
         child_config, ranks = self._child_config(), range(len(self.workers))
         socket_paths = [child_config.worker_path(rank, self.generation) for rank in ranks]
+        socket_paths.append(child_config.rendezvous_path)
         if child_config.role == "decode":
             addresses = [child_config.kv_address(rank, self.generation) for rank in ranks]
             socket_paths += [address.removeprefix("unix://") for address in addresses if address.startswith("unix://")]
@@ -243,7 +244,7 @@ class EngineProcesses:
             return False
         self._group.children = [child for child in self._group.children if child not in self.workers]
         self.workers = []
-        for path in (*socket_paths, self._child_config().engine_path("tp")):  # "tp" is the rendezvous file of the ranks
+        for path in socket_paths:
             _unlink(path)
         return True
 

@@ -14,6 +14,7 @@ from asyncio.subprocess import Process
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from lightserve.cluster.nodes.link import NodeLink, NodeRefusedError
 from lightserve.cluster.nodes.properties import node_properties
@@ -84,26 +85,34 @@ class NodeHost:
         self._module = modules.null_worker if config.launch.null_worker else modules.worker
         self._env = worker_env(config)
         self._processes: list[Process] = []
-        self._orders: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._orders: defaultdict[ConnectRank, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._link: NodeLink | None = None
-        self._store_port = 0
+        self._store_ports: list[int] = []  # by engine
 
     async def run(self) -> None:
         """Until node 0 refuses this node or is away for too long: a ServerError."""
         cluster = self._config.cluster
         properties = await asyncio.to_thread(node_properties, self._config)
         hello = NodeHello(NODE_PROTOCOL, cluster.node_rank, properties)
-        store = await asyncio.start_server(self._relay_store, "127.0.0.1", 0)
-        self._store_port = store.sockets[0].getsockname()[1]
-        async with store:
+        async with contextlib.AsyncExitStack() as exits:
+            for engine in range(cluster.dp):
+                store = await asyncio.start_server(partial(self._relay, ConnectStore(engine)), "127.0.0.1", 0)
+                self._store_ports.append(store.sockets[0].getsockname()[1])
+                await exits.enter_async_context(store)
             while True:
                 await self._connect(hello)
                 with run_directory() as self._run_dir:
-                    async with await asyncio.start_unix_server(self._relay_arena, f"{self._run_dir}/{ARENA_SOCKET}"):
-                        await self._serve()
+                    await self._serve()
 
     async def _serve(self) -> None:
         """Until node 0 is lost."""
+        async with contextlib.AsyncExitStack() as exits:
+            for engine in range(self._config.cluster.dp):
+                relay, path = partial(self._relay, ConnectArena(engine)), self._arena_path(engine)
+                await exits.enter_async_context(await asyncio.start_unix_server(relay, path))
+            await self._run_link()
+
+    async def _run_link(self) -> None:
         assert self._link is not None
         try:
             await self._link.run()
@@ -157,8 +166,8 @@ class NodeHost:
     def _connector(self, target: Target) -> Callable[[], Awaitable[Endpoint]]:
         match target:
             case StartRank():
-                if self._config.node_of(target.rank) != self._config.cluster.node_rank:
-                    raise MessageError(f"rank {target.rank} is not on this node")
+                if self._config.node_of(target.rank, target.engine) != self._config.cluster.node_rank:
+                    raise MessageError(f"rank {target.rank} of engine {target.engine} is not on this node")
                 return lambda: self._start(target)
             case ConnectRank():
                 return lambda: self._connect_rank(target)
@@ -180,28 +189,28 @@ class NodeHost:
             self._run_dir,
             index=start.rank,
             generation=start.generation,
-            store_port=self._store_port,
-            arena_path=f"{self._run_dir}/{ARENA_SOCKET}" if start.has_images else None,
+            engine=start.engine,
+            store_port=None if start.store_port is None else self._store_ports[start.engine],
+            arena_path=self._arena_path(start.engine) if start.has_images else None,
         )
-        print_line(f"starting model worker {start.rank}")
+        of_engine = f" of engine {start.engine}" if config.cluster.dp > 1 else ""
+        print_line(f"starting model worker {start.rank}{of_engine}")
         process, reader, writer = await spawn(self._module, child_config, self._env)
         self._processes = [running for running in self._processes if running.returncode is None] + [process]
         return RankEndpoint(process, reader, writer)
 
     async def _connect_rank(self, target: ConnectRank) -> Endpoint:
         """One after the other: a rank knows by their order what its connections are for."""
-        path = ChildConfig(self._config, self._run_dir).worker_path(target.rank, target.generation)
-        async with self._orders[target.rank, target.generation]:
+        child_config = ChildConfig(self._config, self._run_dir, engine=target.engine)
+        path = child_config.worker_path(target.rank, target.generation)
+        async with self._orders[target]:
             return SocketEndpoint(*await asyncio.open_unix_connection(path))
 
-    async def _relay_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A rank connects to the store, which is on node 0."""
-        self._relay(ConnectStore(), reader, writer)
-
-    async def _relay_arena(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._relay(ConnectArena(), reader, writer)
+    def _arena_path(self, engine: int) -> str:
+        return f"{self._run_dir}/{ARENA_SOCKET}-{engine}"
 
     def _relay(self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A rank connects to something that is on node 0."""
         if self._link is None:
             writer.close()
         else:

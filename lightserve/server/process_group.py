@@ -133,7 +133,7 @@ class ProcessGroup:
         modules = self._modules
         arena_fds = [engine.open_arena() for engine in self.engines if self._config.http.reads_media]
         if self._config.cluster.nnodes > 1:
-            await self._start_nodes(next(iter(arena_fds), None))
+            await self._start_nodes(arena_fds)
         if self._config.http.reads_media:
             for engine in self.engines:
                 await engine.start_first_encoders()
@@ -168,12 +168,12 @@ class ProcessGroup:
         config = self._child_config(index, self._sockets[index].fileno())
         return msgspec.structs.replace(config, generation=self._http_generations[index])
 
-    async def _start_nodes(self, arena_fd: int | None) -> None:
+    async def _start_nodes(self, arena_fds: Sequence[int]) -> None:
         """The process that starts ranks on other nodes. The launcher may connect to its socket at once."""
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(f"{self._run_dir}/{NODES_SOCKET}")
-            sock.listen(self._config.worker.num_ranks)
-            config = msgspec.structs.replace(self._child_config(listen_fd=sock.fileno()), arena_fd=arena_fd)
+            sock.listen(self._config.worker.num_ranks * len(self.engines))
+            config = msgspec.structs.replace(self._child_config(listen_fd=sock.fileno()), arena_fds=tuple(arena_fds))
             await self.start_child("nodes", self._modules.nodes, config)
 
     async def wait_ready(self) -> EngineInfo:

@@ -86,7 +86,7 @@ def _connect(child_config: ChildConfig, platform: Device) -> Parallel:
     from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
 
     config = child_config.config.worker
-    store: Any = f"file://{child_config.engine_path('tp')}"
+    store: Any = f"file://{child_config.rendezvous_path}"
     timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
     if child_config.store_port is not None:
         store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)

@@ -109,7 +109,12 @@ def test_choices_beside_other_features_are_those_of_transformers(
 @pytest.mark.long
 @pytest.mark.tp
 @pytest.mark.parametrize(
-    "ranks", [("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--ep", "2", "--enable_dp_attention")], ids=" ".join
+    "ranks",
+    [
+        *(("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--ep", "2", "--enable_dp_attention")),
+        ("--dp", "2", "--cluster_policy", "round_robin"),
+    ],
+    ids=" ".join,
 )
 def test_ranks_on_another_node_read_embeddings_from_node_0_also_when_one_has_died(
     tmp_path: Path, ranks: Sequence[str]
@@ -126,7 +131,8 @@ def test_ranks_on_another_node_read_embeddings_from_node_0_also_when_one_has_die
             wait_until(lambda: first.metrics()["num_requests_running"] > 0 or broken.done())
             kill_worker(other, "ls-worker-1")
             assert broken.result() == wanted, nodes.logs()
-        first.wait_for_log("model worker 1 on node 1 died (signal 9); restarting the workers")
+        rank = "model worker 0 on node 1 of engine 1" if "--dp" in ranks else "model worker 1 on node 1"
+        first.wait_for_log(f"{rank} died (signal 9); restarting the workers")
         assert texts_of(first, range(NUM_CHATS), cache_salt="third") == wanted, nodes.logs()
 
 

@@ -238,3 +238,50 @@ def test_nodes_with_different_addresses_give_the_text_of_one_rank(
             assert ip("-n", namespace, "link", "set", "eth0", "up")
 
         assert answers_despite(first, cut_cable) == of_one_rank, nodes.logs()
+
+
+@pytest.fixture(scope="module")
+def replicas(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStages]:
+    """Two nodes with a whole engine each."""
+    flags = (*FLAGS, "--model_dir", model_dir, "--dp", "2", "--cluster_policy", "round_robin")
+    with nodes_in(tmp_path_factory.mktemp("replicas"), 2, *flags) as nodes:
+        replicas = TwoStages(nodes)
+        nodes.wait_ready(replicas.first)
+        yield replicas
+
+
+def test_engines_on_two_nodes_give_the_text_of_one_rank(replicas: TwoStages, of_one_rank: list[Any]) -> None:
+    assert answers(replicas.first) == of_one_rank
+
+    assert list(replicas.other.processes()) == ["ls-worker-1"]
+    replicas.other.wait_for_log("starting model worker 0 of engine 1")
+
+
+def test_an_engine_whose_node_is_killed_loses_no_request(replicas: TwoStages, of_one_rank: list[Any]) -> None:
+    """Node 1 stays away: all go on in engine 0. When it is back, it serves again."""
+
+    def kill() -> None:
+        replicas.other.process.kill()
+        replicas.other.process.wait()
+
+    assert answers_despite(replicas.first, kill) == of_one_rank, replicas.nodes.logs()
+    assert replicas.first.is_healthy()
+
+    restarts = replicas.first.metrics()["worker_restarts_total"]
+    replicas.other = replicas.nodes.start(1)
+    wait_until(lambda: replicas.first.metrics()["worker_restarts_total"] > restarts, RESTART_S)
+    found = answers_despite(replicas.first, lambda: kill_worker(replicas.other, "ls-worker-1"))
+
+    assert found == of_one_rank, replicas.nodes.logs()
+
+
+@pytest.mark.long
+def test_divided_engines_give_the_text_of_one_rank(model_dir: str, of_one_rank: list[Any], tmp_path: Path) -> None:
+    flags = (*FLAGS, "--model_dir", model_dir, "--dp", "3", "--pp", "2", "--cluster_policy", "round_robin")
+    with nodes_in(tmp_path / "divided", 2, *flags) as nodes:
+        other, first = nodes.start(1), nodes.start(0)
+        nodes.wait_ready(first)
+
+        assert answers(first) == of_one_rank
+        assert sorted(other.processes()) == ["ls-worker-1", "ls-worker-3", "ls-worker-5"]
+        assert answers_despite(first, lambda: kill_worker(other, "ls-worker-3")) == of_one_rank, nodes.logs()

@@ -197,7 +197,7 @@ class Link:
         self.allowed = AllowedKeys(frozenset([z85.decode(zmq.curve_public(self.secret))]), log, "node.secret")
         place = ("--nnodes=2", "--master_addr=127.0.0.1", f"--cluster_keys={folder / 'keys'}", "--node_timeout=1")
         config = parse_server(("--tp=2", *place))
-        self.child_config = ChildConfig(config, str(folder), arena_fd=arena_fd)
+        self.child_config = ChildConfig(config, str(folder), arena_fds=() if arena_fd is None else (arena_fd,))
         self.launcher = socket.socket(socket.AF_UNIX)
         self.launcher.bind(str(folder / "nodes"))
         self.launcher.listen()
@@ -242,7 +242,7 @@ def check(folder: Path, scenario: Callable[[Link], Awaitable[None]], arena_fd: i
 @pytest.mark.parametrize(
     ("hello", "found"),
     [
-        (NodeHello(99, 1), "node 1 speaks protocol 99, node 0 2; install the same version"),
+        (NodeHello(99, 1), "node 1 speaks protocol 99, node 0 3; install the same version"),
         (NodeHello(NODE_PROTOCOL, 2, PROPERTIES), "there are nodes 1 to 1"),
         (NodeHello(NODE_PROTOCOL, 0, PROPERTIES), "and no node 0"),
         (NodeHello(NODE_PROTOCOL, 1, PROPERTIES | {"LightServe": "2"}), "LightServe is 2 there, and 1 on node 0"),

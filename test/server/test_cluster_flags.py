@@ -140,6 +140,26 @@ def test_attention_groups_are_divided_among_the_nodes(keys: str, caplog: pytest.
     assert "every layer waits" not in caplog.text  # the ranks of a group are on one node
 
 
+def test_each_node_has_whole_engines_if_their_number_allows_it(keys: str) -> None:
+    place = ("--nnodes=2", "--nccl_host=127.0.0.1", f"--nccl_port={free_port()}")
+    config = parse_server((keys, "--dp=4", "--tp=2", *place))
+    assert [config.node_of(rank, engine) for engine in range(4) for rank in range(2)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    children = [ChildConfig(config, "", index=rank, engine=engine) for engine in range(4) for rank in range(2)]
+    assert [child.device for child in children] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert config.num_cpu_parts == 2
+
+    config = parse_server((keys, "--dp=3", "--pp=2", *place))
+    assert [config.node_of(rank, engine) for engine in range(3) for rank in range(2)] == [0, 1, 0, 1, 0, 1]
+    children = [ChildConfig(config, "", index=rank, engine=engine) for engine in range(3) for rank in range(2)]
+    assert [child.device for child in children] == [0, 0, 1, 1, 2, 2]
+    assert config.num_cpu_parts == 3
+
+    with pytest.raises(OptionError, match="does not divide the 3 ranks of --tp 3 --pp 1, nor --dp 5"):
+        parse_server((keys, "--dp=5", "--tp=3", *place))
+    with pytest.raises(OptionError, match="roles: KV of --dp stays on one node; start engines with --listen and"):
+        check_nodes(parse_server((keys, "--dp=2", "--roles=prefill,decode", *place)))
+
+
 def test_a_stage_is_on_one_node_if_its_ranks_fit(keys: str, caplog: pytest.LogCaptureFixture) -> None:
     config = parse_server((keys, "--tp=2", "--pp=4", "--nnodes=2", "--nccl_host=127.0.0.1", "--nccl_port=1234"))
     assert [config.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]

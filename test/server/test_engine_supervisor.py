@@ -25,7 +25,7 @@ WORKER = """
     def main(child_config, launcher):
         note(f"{child_config.engine} {child_config.device} {os.environ['OMP_NUM_THREADS']}")
         if child_config.index == 0:
-            Path(child_config.engine_path("tp")).touch(exist_ok=False)
+            Path(child_config.rendezvous_path).touch(exist_ok=False)
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
         launcher.send(EngineInfo(**figures))
         signal.pause()

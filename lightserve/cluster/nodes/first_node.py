@@ -1,4 +1,4 @@
-"""Node 0's end of the links to the other nodes of an engine (--nnodes).
+"""Node 0's end of the links to the other nodes of a server (--nnodes).
 
     launcher ── unix socket, one connection for each rank of another node: StartRank, then its control connection
     router ──── unix sockets at the paths where a rank of this machine would listen
@@ -13,14 +13,15 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from mmap import ACCESS_READ, mmap
 
 import msgspec
 
 from lightserve.cluster.nodes.arena import ArenaEndpoint
 from lightserve.cluster.nodes.properties import difference
-from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams
+from lightserve.cluster.nodes.streams import Endpoint, SocketEndpoint, Streams, Target
 from lightserve.config import ServerConfig
 from lightserve.ipc.channel import MessageError, make_decoder
 from lightserve.ipc.codec import encode
@@ -76,9 +77,8 @@ class FirstNode:
         self._sessions: dict[int, Session] = {}  # by node
         self._by_peer: dict[bytes, Session] = {}
         self._has_joined = asyncio.Condition()
-        self._store_port = 0
-        arena_fd = child_config.arena_fd
-        self._arena = None if arena_fd is None else mmap(arena_fd, os.fstat(arena_fd).st_size, access=ACCESS_READ)
+        self._store_ports: dict[int, int] = {}  # by engine
+        self._arenas = [mmap(fd, os.fstat(fd).st_size, access=ACCESS_READ) for fd in child_config.arena_fds]
         self._log = RateLimitedLog(logger)
         self._tasks: asyncio.TaskGroup
 
@@ -114,10 +114,7 @@ class FirstNode:
             return
         session.silent_ticks = 0
         if isinstance(message, OpenStream):
-            if not isinstance(message.target, ConnectStore | ConnectArena):
-                raise MessageError(f"a node opened a stream for {type(message.target).__name__}")
-            is_store = isinstance(message.target, ConnectStore)
-            session.streams.accept(message.stream, self._connect_store if is_store else self._connect_arena)
+            session.streams.accept(message.stream, self._connector(message.target))
         elif not isinstance(message, Heartbeat):
             session.streams.handle(message)
 
@@ -168,13 +165,22 @@ class FirstNode:
                 else:
                     self._deliver(session, Heartbeat())
 
-    async def _connect_store(self) -> Endpoint:
-        return SocketEndpoint(*await asyncio.open_connection("127.0.0.1", self._store_port))
+    def _connector(self, target: Target) -> Callable[[], Awaitable[Endpoint]]:
+        if isinstance(target, ConnectStore):
+            return partial(self._connect_store, target.engine)
+        if isinstance(target, ConnectArena):
+            return partial(self._connect_arena, target.engine)
+        raise MessageError(f"a node opened a stream for {type(target).__name__}")
 
-    async def _connect_arena(self) -> Endpoint:
-        if self._arena is None:
+    async def _connect_store(self, engine: int) -> Endpoint:
+        if engine not in self._store_ports:
+            raise ConnectionRefusedError(f"engine {engine} has no store")
+        return SocketEndpoint(*await asyncio.open_connection("127.0.0.1", self._store_ports[engine]))
+
+    async def _connect_arena(self, engine: int) -> Endpoint:
+        if not 0 <= engine < len(self._arenas):
             raise ConnectionRefusedError("requests have no images")
-        return ArenaEndpoint(self._arena)
+        return ArenaEndpoint(self._arenas[engine])
 
     # ranks
 
@@ -189,21 +195,23 @@ class FirstNode:
         endpoint = SocketEndpoint(reader, writer)
         try:
             start = msgspec.json.decode(await reader.readline(), type=StartRank)
-            self._store_port = start.store_port
-            session = await self._session_of(start.rank, reader)
+            if start.store_port is not None:
+                self._store_ports[start.engine] = start.store_port
+            node = self._config.node_of(start.rank, start.engine)
+            session = await self._session_of(node, reader)
             if session is None:
-                await endpoint.write(self._missing(start.rank, reader.at_eof()))
+                await endpoint.write(self._missing(node, reader.at_eof()))
                 return
-            async with self._listener_for_router(session, ConnectRank(start.rank, start.generation)):
+            async with self._listener_for_router(session, ConnectRank(start.rank, start.generation, start.engine)):
                 await asyncio.wait({session.streams.open(start, endpoint)})
         except ConnectionError:  # the launcher is about to end
             pass
         finally:
             endpoint.close()
 
-    async def _session_of(self, rank: int, launcher: asyncio.StreamReader) -> Session | None:
+    async def _session_of(self, node: int, launcher: asyncio.StreamReader) -> Session | None:
         """Wait for the node of a rank; None: it has not come in time, or the launcher waits for it no more."""
-        cluster, node = self._config.cluster, self._config.node_of(rank)
+        cluster = self._config.cluster
         if node in self._sessions:
             return self._sessions[node]
         joining = asyncio.create_task(self._joined(node))
@@ -228,8 +236,8 @@ class FirstNode:
             await self._has_joined.wait_for(lambda: node in self._sessions)
         return self._sessions[node]
 
-    def _missing(self, rank: int, was_killed: bool) -> bytes:
-        cluster, node = self._config.cluster, self._config.node_of(rank)
+    def _missing(self, node: int, was_killed: bool) -> bytes:
+        cluster = self._config.cluster
         reason = f"node {node} did not connect to {cluster.master_addr}:{cluster.master_port} within"
         text = f"{reason} {cluster.node_timeout:g} s (--node_timeout); start it with --node_rank {node}"
         exited = RankExited(KILLED if was_killed else EXIT_CONFIG_ERROR, is_node_missing=not was_killed)
@@ -237,7 +245,8 @@ class FirstNode:
 
     @contextlib.asynccontextmanager
     async def _listener_for_router(self, session: Session, target: ConnectRank) -> AsyncIterator[None]:
-        path = self._child_config.worker_path(target.rank, target.generation)
+        of_engine = msgspec.structs.replace(self._child_config, engine=target.engine)
+        path = of_engine.worker_path(target.rank, target.generation)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(16)

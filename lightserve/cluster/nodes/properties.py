@@ -1,4 +1,4 @@
-"""What all nodes of an engine must have in common."""
+"""What all nodes of a server must have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightserve.model_files.source import resolve
 
 OWN_PATHS = {"model_dir", "quantization_config", "merge_lora", "kv_disk_dir"}  # a digest has the contents of most
 
-OF_CLUSTER = ("nnodes", "role", "kv_transport", "cluster_tls")
+OF_CLUSTER = ("nnodes", "dp", "role", "kv_transport", "cluster_tls")
 
 
 def node_properties(config: ServerConfig) -> dict[str, str]:

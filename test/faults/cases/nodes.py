@@ -1,4 +1,4 @@
-"""One engine on two nodes (--nnodes), each of which dies, hangs or is not what it should be. Workers have no model."""
+"""A server on two nodes (--nnodes), each of which dies, hangs or is not what it should be. Workers have no model."""
 
 from __future__ import annotations
 
@@ -105,6 +105,23 @@ def node_killed(start: Start) -> None:
     nodes.launch(1)
     nodes.check_same_text(streams)
     nodes.first.wait_for_log("node 1 is lost")
+    nodes.stop()
+
+
+def node_of_engine_killed(start: Start) -> None:
+    """Each node has a whole engine: that of node 0 goes on alone, until the node is back."""
+    nodes, engines = TwoNodes(start), ("--tp", "1", "--dp", "2")
+    nodes.launch(1, *engines)
+    nodes.launch(0, *engines)
+    start.check_serves(nodes.first)
+    streams = nodes.streams()
+    nodes.other.process.kill()
+    nodes.other.process.wait()
+    nodes.check_same_text(streams)
+    restarts = nodes.first.metrics()["worker_restarts_total"]
+    nodes.launch(1, *engines)
+    wait_until(lambda: nodes.first.metrics()["worker_restarts_total"] > restarts, RESTART_S)
+    nodes.check_same_text(nodes.streams())
     nodes.stop()
 
 
@@ -219,6 +236,12 @@ CASES = [
         RESTART_S,
     ),
     StartCase("a node is killed and started again", node_killed, SAME_TEXT, RESTART_S),
+    StartCase(
+        "a node with one of two engines is killed, and started later",
+        node_of_engine_killed,
+        "streams go on in the other engine, same text",
+        RESTART_S,
+    ),
     StartCase("a node is stopped, and goes on later", node_stopped, SAME_TEXT, RESTART_S),
     StartCase("node 0 is killed and started again", first_node_killed, "the other node serves it", RESTART_S),
     StartCase("a node never comes", node_missing, "one line after --node_timeout, exit code 2", RESTART_S),
