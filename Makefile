@@ -61,5 +61,7 @@ $(VENV)/.serve: requirements.txt constraints.txt setup.py
 
 $(VENV)/.test: $(VENV)/.serve requirements-test.txt
 	$(PIP) -r requirements-test.txt
-	$(PIP) --no-deps text-generation==0.7.0  # its last release asks for an older huggingface_hub than transformers does
+# Without what they ask for: text-generation an older huggingface_hub than transformers does, Liger (operators, for
+# test/operator_packages) a triton. That is the one of the GPU machines we measure on; torch with CUDA asks for a later one.
+	$(PIP) --no-deps text-generation==0.7.0 liger-kernel==0.8.5 'triton==3.6.0; platform_system == "Linux"'
 	@touch $@

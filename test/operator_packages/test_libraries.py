@@ -20,7 +20,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # the interpreter passes numbers that Liger's other kernels do not take
 OPS = {"liger": ["relu2", "rms_norm", "silu_and_mul"] if HAS_GPU else ["relu2"], "gems": ["rms_norm", "silu_and_mul"]}
-needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="requirements-test.txt has it")
+needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="the Makefile installs it")
 needs_gems = pytest.mark.skipif(
     find_spec("flag_gems") is None or not HAS_GPU, reason="needs a GPU, and pip install flag_gems"
 )
