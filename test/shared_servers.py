@@ -22,6 +22,7 @@ FILES = {
         "tools",
     ),
     "exact_server": ("beam_search", "parity"),
+    "of_one_rank": ("nodes", "pp"),  # what a server answered that has ended
 }
 SERVER_OF = {f"test/api/test_{name}.py": server for server, names in FILES.items() for name in names}
 

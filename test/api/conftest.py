@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,20 @@ def _serve(tmp_path_factory: pytest.TempPathFactory, quantization: str) -> Itera
     flags = ("--max_total_token_num", str(KV_TOKENS), "--max_queue_size", "64")
     with running_server(log, *model_flags, *flags, *more) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def spoilt_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from test.test_numerics import save_spoilt_model  # here, because it imports transformers
+
+    return save_spoilt_model(tmp_path_factory.mktemp("spoilt"))
+
+
+@pytest.fixture(scope="session")
+def of_one_rank(spoilt_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What one rank answers to the requests of test_restart.py."""
+    from test.api.test_restart import answers  # here, because it imports transformers
+
+    flags = ("--device", "cpu", "--max_total_token_num", "4096", "--model_dir", spoilt_model)
+    with running_server(tmp_path_factory.mktemp("one") / "log", *flags) as server:
+        return answers(server)

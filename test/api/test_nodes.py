@@ -21,25 +21,12 @@ from test.api.test_pp import launches
 from test.api.test_restart import answers, clients_of, kill_worker, sixteen
 from test.ports import free_port
 from test.small_text import save_small_model
-from test.test_numerics import save_spoilt_model
 from test.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.tp]
 
 FLAGS = ("--device", "cpu", "--max_total_token_num", "4096")
 RESTART_S = 120.0  # to notice a lost node and to load again, on a loaded machine
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_spoilt_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What one rank answers."""
-    with running_server(tmp_path_factory.mktemp("one") / "log", *FLAGS, "--model_dir", model_dir) as server:
-        return answers(server)
 
 
 class TwoStages:
@@ -52,9 +39,9 @@ class TwoStages:
 
 
 @pytest.fixture(scope="module")
-def stages(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStages]:
+def stages(spoilt_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStages]:
     folder = tmp_path_factory.mktemp("nodes")
-    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--profile_dir", str(folder / "profiles"))
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--pp", "2", "--profile_dir", str(folder / "profiles"))
     with nodes_in(folder, 2, *flags) as nodes:
         stages = TwoStages(nodes)
         nodes.wait_ready(stages.first)
@@ -134,9 +121,9 @@ def test_a_node_waits_for_node_0_when_that_is_killed_and_serves_the_next_one(
 
 
 def test_ranks_of_one_layer_on_two_nodes_give_the_text_of_one_rank(
-    model_dir: str, of_one_rank: list[Any], tmp_path: Path
+    spoilt_model: str, of_one_rank: list[Any], tmp_path: Path
 ) -> None:
-    with nodes_in(tmp_path / "tp", 2, *FLAGS, "--model_dir", model_dir, "--tp", "2") as nodes:
+    with nodes_in(tmp_path / "tp", 2, *FLAGS, "--model_dir", spoilt_model, "--tp", "2") as nodes:
         first = nodes.start(0)
         wait_until(lambda: "waiting up to 600 s for node 1" in first.log, RESTART_S)
         other = nodes.start(1)
@@ -150,9 +137,9 @@ def test_ranks_of_one_layer_on_two_nodes_give_the_text_of_one_rank(
 
 @pytest.mark.long
 def test_two_stages_of_two_ranks_on_two_nodes_give_the_text_of_one_rank(
-    model_dir: str, of_one_rank: list[Any], tmp_path: Path
+    spoilt_model: str, of_one_rank: list[Any], tmp_path: Path
 ) -> None:
-    flags = (*FLAGS, "--model_dir", model_dir, "--tp", "2", "--pp", "2")
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--tp", "2", "--pp", "2")
     with nodes_in(tmp_path / "both", 2, *flags) as nodes:
         other, first = nodes.start(1), nodes.start(0)
         nodes.wait_ready(first)
@@ -165,12 +152,12 @@ def test_two_stages_of_two_ranks_on_two_nodes_give_the_text_of_one_rank(
 
 
 @pytest.mark.long
-def test_an_engine_of_a_gateway_may_have_two_nodes(model_dir: str, of_one_rank: list[Any], tmp_path: Path) -> None:
+def test_an_engine_of_a_gateway_may_have_two_nodes(spoilt_model: str, of_one_rank: list[Any], tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--listen", address)
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--pp", "2", "--listen", address)
     with nodes_in(tmp_path / "engine", 2, *flags) as nodes:
         other, engine = nodes.start(1), nodes.start(0)
-        gateway_flags = ("--model_dir", model_dir, "--engines", address, "--cluster_keys", str(nodes.keys))
+        gateway_flags = ("--model_dir", spoilt_model, "--engines", address, "--cluster_keys", str(nodes.keys))
         with running_server(tmp_path / "log", *gateway_flags) as gateway:
             found = answers_despite(gateway, lambda: kill_worker(other, "ls-worker-1"))
 
@@ -218,9 +205,9 @@ def namespace() -> Iterator[str]:
 
 @pytest.mark.long
 def test_nodes_with_different_addresses_give_the_text_of_one_rank(
-    model_dir: str, of_one_rank: list[Any], tmp_path: Path, namespace: str
+    spoilt_model: str, of_one_rank: list[Any], tmp_path: Path, namespace: str
 ) -> None:
-    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2")
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--pp", "2")
     with nodes_in(tmp_path / "netns", 2, *flags, address="10.213.7.1") as nodes:
         nodes.prefixes[1] = ["ip", "netns", "exec", namespace]
         other, first = nodes.start(1), nodes.start(0)

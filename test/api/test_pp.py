@@ -16,7 +16,6 @@ from lightserve.offline.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import answers, clients_of, kill_worker, restarted, sixteen
 from test.lora_files import write_adapter
-from test.test_numerics import save_spoilt_model
 from test.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.tp]
@@ -28,30 +27,18 @@ Interval = tuple[float, float]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_spoilt_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What one rank answers."""
-    with running_server(tmp_path_factory.mktemp("one") / "log", *FLAGS, "--model_dir", model_dir) as server:
-        return answers(server)
-
-
-@pytest.fixture(scope="module")
-def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, sizes = tmp_path_factory.mktemp("adapters"), target_sizes(model_dir)
+def adapters(spoilt_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, sizes = tmp_path_factory.mktemp("adapters"), target_sizes(spoilt_model)
     for number in range(ADAPTERS):
         write_adapter(folder / f"a{number}", sizes, seed=number, strength=8.0)
     return folder
 
 
 @pytest.fixture(scope="module")
-def two_stages(model_dir: str, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def two_stages(spoilt_model: str, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("pp")
     folders = ("--profile_dir", str(folder / "profiles"), "--lora_dir", str(adapters))
-    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", *folders, "--max_loras", "2")
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--pp", "2", *folders, "--max_loras", "2")
     with running_server(folder / "log", *flags) as server:
         yield server
 
@@ -83,11 +70,11 @@ def test_a_stage_that_dies_is_replaced_with_the_others_and_no_text_changes(
 
 
 def test_adapters_give_the_text_of_one_rank_in_two_stages_although_one_is_killed(
-    two_stages: ServerProcess, model_dir: str, adapters: Path
+    two_stages: ServerProcess, spoilt_model: str, adapters: Path
 ) -> None:
     """There is room for two of them at a time."""
     names = [f"a{number}" for number in range(ADAPTERS)]
-    llm = LLM(model_dir, device="cpu", max_loras=1, max_total_token_num=512)
+    llm = LLM(spoilt_model, device="cpu", max_loras=1, max_total_token_num=512)
     options: dict[str, Any] = {"temperature": 0.3, "seed": 3, "ignore_eos": True}
     expected = [
         llm.generate([PROMPT], lora=str(adapters / name), max_new_tokens=40, **options)[0].text for name in names
@@ -128,8 +115,10 @@ def launches(events: list[dict[str, Any]], process: str) -> list[Interval]:
 
 
 @pytest.mark.long
-def test_stages_of_two_ranks_give_the_text_of_one_rank(model_dir: str, of_one_rank: list[Any], tmp_path: Path) -> None:
-    with running_server(tmp_path / "log", *FLAGS, "--model_dir", model_dir, "--tp", "2", "--pp", "2") as server:
+def test_stages_of_two_ranks_give_the_text_of_one_rank(
+    spoilt_model: str, of_one_rank: list[Any], tmp_path: Path
+) -> None:
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", spoilt_model, "--tp", "2", "--pp", "2") as server:
         assert answers(server) == of_one_rank
         for worker in ("ls-worker-1", "ls-worker-2"):  # of each stage
             assert answers_although_killed(server, worker) == of_one_rank

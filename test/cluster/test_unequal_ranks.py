@@ -74,7 +74,11 @@ def worker_of(engine: ServerProcess) -> psutil.Process:
     return engine.processes()[names[-1]][-1]
 
 
-@pytest.mark.parametrize("tps", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "tps",
+    [(1, 2), pytest.param((2, 1), marks=pytest.mark.long)],  # test_rank_heads.py has all pairs without servers
+    ids=str,
+)
 @pytest.mark.parametrize("make_model", [heads, pytest.param(latents, marks=pytest.mark.long)])
 def test_engines_with_other_ranks_give_the_text_of_one(
     tmp_path: Path, make_model: Callable[[Path], tuple[str, str]], tps: tuple[int, int]
