@@ -2,7 +2,7 @@
 
     import lightserve.ops
 
-    lightserve.ops.enable()                              # aten operators of this device are replaced
+    lightserve.ops.enable()                              # aten operators are replaced where that pays
     lightserve.ops.only_enable(include=["silu", "mm"])
     with lightserve.ops.use_ops(exclude=["mm"]):
         model(ids)
@@ -18,23 +18,23 @@ from contextlib import contextmanager
 
 from lightserve.common.device import Device, pick_device
 from lightserve.errors import ServerError
-from lightserve.ops.aten import ATEN, Replacement
+from lightserve.ops.aten import ATEN, PAYING, Replacement
 from lightserve.ops.fused import FUSED
 from lightserve.ops.place import current_device
 from lightserve.utils.spelling import nearest
 
-__all__ = ["ATEN", "FUSED", "disable", "enable", "enabled", "only_enable", "use_ops"]
+__all__ = ["ATEN", "FUSED", "PAYING", "disable", "enable", "enabled", "only_enable", "use_ops"]
 
 _active: Replacement | None = None
 
 
 def enable(exclude: Sequence[str] = (), device: str | None = None) -> list[str]:
-    """Replace all aten operators that the device computes with kernels, but ``exclude``. Returns their names.
+    """Replace the aten operators that gain by the device's kernels (PAYING), but ``exclude``. Returns their names.
 
-    ``device``: as --device; None: the best one here.
+    ``device``: as --device; None: the best one here. ``only_enable(list(ATEN))`` replaces the others too.
     """
     _check(exclude)
-    return only_enable([name for name in ATEN if name not in exclude], device)
+    return only_enable([name for name in PAYING if name not in exclude], device)
 
 
 def only_enable(include: Sequence[str], device: str | None = None) -> list[str]:
@@ -67,10 +67,10 @@ def enabled() -> list[str]:
 def use_ops(
     include: Sequence[str] | None = None, exclude: Sequence[str] = (), device: str | None = None
 ) -> Iterator[list[str]]:
-    """Within it operators are replaced; what was enabled before is enabled behind it."""
+    """Within it operators are replaced, without ``include`` as by ``enable``. Behind it, those from before are."""
     before = _active
     _check([*(include or ()), *exclude])
-    names = [name for name in (ATEN if include is None else include) if name not in exclude]
+    names = [name for name in (PAYING if include is None else include) if name not in exclude]
     platform = _bound(device)
     if before is not None:
         before.remove()

@@ -8,6 +8,10 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.ops.arguments import FLOATS
 
+# 50 of 32,000 numbers on an H200: 1.24 times as fast as torch's in 64 rows, 0.46 times in 2,048. Rows of 128 numbers,
+# as those of experts: 5.7 times in both.
+SHORT_ROW, MAX_LONG_ROWS = 1024, 64
+
 
 def _has_dim(x: Tensor, dim: int) -> bool:
     return -x.dim() <= dim < x.dim() and x.numel() > 0
@@ -29,6 +33,8 @@ def log_softmax(x: Tensor, dim: int, to_float32: bool) -> Tensor:
 
 def takes_topk(x: Tensor, k: int, dim: int = -1, *_: bool) -> bool:
     if x.dtype not in FLOATS or not _has_dim(x, dim):
+        return False
+    if not x.is_cpu and x.shape[dim] > SHORT_ROW and x.numel() > MAX_LONG_ROWS * x.shape[dim]:
         return False
     return 0 < k <= min(x.shape[dim], ops.MAX_TOP_K) and x.shape[dim] <= ops.MAX_TOP_K_LENGTH
 

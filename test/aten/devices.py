@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lightserve.ops
 from lightserve.common.device import API_VERSION
 from lightserve.common.device.cpu import CpuDevice
 
@@ -21,6 +22,11 @@ class Interpreted(CpuDevice):
 
 DEVICES = ["cpu", "cuda" if torch.cuda.is_available() else "interpreted"]
 each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def enable_all(device: str) -> list[str]:
+    """Those that do not pay, too."""
+    return lightserve.ops.only_enable(list(lightserve.ops.ATEN), device)
 
 
 def on(device: str) -> str:

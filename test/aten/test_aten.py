@@ -17,7 +17,7 @@ from lightserve.errors import ServerError
 from lightserve.ops import aten
 from lightserve.ops.aten import dispatch_key
 from lightserve.ops.place import current_device, is_current
-from test.aten.devices import DEVICES, each_device, on
+from test.aten.devices import DEVICES, each_device, enable_all, on
 from test.ops.cases import FLOATS, TOLERANCE, randn
 
 ROWS, WIDTH = 5, 64
@@ -107,7 +107,7 @@ def test_an_operator_gives_the_result_of_torch(device: str, call: str, dtype: to
     x = STRIDES[strides](numbers(ROWS, WIDTH, dtype=dtype, device=device))
     expected = function(x)
 
-    lightserve.ops.enable(device=device)
+    enable_all(device)
     with torch.no_grad():
         out = function(x)
 
@@ -121,7 +121,7 @@ def test_rows_are_computed_by_our_kernel_if_the_device_has_one(device: str, call
     name, function = CALLS[call]
     x = numbers(ROWS, WIDTH, dtype=torch.float32, device=device)
 
-    replaced = lightserve.ops.enable(device=device)
+    replaced = enable_all(device)
     with torch.no_grad():
         function(x)
 
@@ -138,7 +138,7 @@ def test_derivatives_beside_the_forward_pass_are_those_of_torch(device: str, cal
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # which has the formulas
         for is_enabled in (False, True):
             if is_enabled:
-                lightserve.ops.enable(device=device)
+                enable_all(device)
             found.append(torch.func.jvp(CALLS[call][1], (x,), (x.cos(),)))
 
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -151,7 +151,7 @@ def test_gradients_are_those_of_torch(device: str, call: str) -> None:
     grads = []
     for is_enabled in (False, True):
         if is_enabled:
-            lightserve.ops.enable(device=device)
+            enable_all(device)
         leaf = x.clone().requires_grad_()
         CALLS[call][1](leaf).square().sum().backward()  # type: ignore[no-untyped-call]
         grads.append(leaf.grad)
@@ -175,6 +175,18 @@ def test_some_operators_are_replaced_and_the_others_are_torchs_again_afterwards(
 
     lightserve.ops.disable()
     assert lightserve.ops.enabled() == []
+
+
+def test_products_and_attention_are_replaced_only_by_name() -> None:
+    by_name = {"mm", "addmm", "bmm", "scaled_dot_product_attention"}
+    device = DEVICES[1]
+
+    assert set(enable_all(device)) - set(lightserve.ops.enable(device=device)) == by_name
+    assert by_name.isdisjoint(lightserve.ops.enabled())
+    with lightserve.ops.use_ops(device=device) as inside:
+        assert by_name.isdisjoint(inside)
+    with lightserve.ops.use_ops(["mm"], device=device) as inside:
+        assert inside == ["mm"]
 
 
 def test_an_exception_inside_restores_the_operators_of_torch() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightserve.ops
-from test.aten.devices import DEVICES, on
+from test.aten.devices import DEVICES, enable_all, on
 from test.aten.test_aten import calls
 from test.ops.cases import TOLERANCE, randn
 
@@ -177,7 +177,7 @@ def test_gradients_and_other_transforms_are_those_of_torch(device: str, transfor
         args = qkv(device, 2)
         expected = transform(call, args)
         torch._dynamo.reset()
-        lightserve.ops.enable(device=device)
+        enable_all(device)
         actual = transform(call, args)
 
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

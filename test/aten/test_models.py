@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, MixtralConfig
 
-import lightserve.ops
-from test.aten.devices import each_device, on
+from test.aten.devices import each_device, enable_all, on
 from test.aten.test_aten import calls
 from test.models.tiny import build_hf
 
@@ -58,7 +57,7 @@ def test_a_model_computes_the_same_logits(device: str, build: Callable[[], Any])
     with torch.no_grad():
         for is_enabled in (False, True):
             if is_enabled:
-                lightserve.ops.enable(device=device)
+                enable_all(device)
             prompt = hf(ids, use_cache=True)
             step = hf(ids[:, :1], past_key_values=prompt.past_key_values)
             logits.append(torch.cat((prompt.logits, step.logits), 1))
@@ -75,7 +74,7 @@ def test_a_training_step_has_the_same_gradients(device: str, build: Callable[[],
     found: list[dict[str, Tensor]] = []
     for is_enabled in (False, True):
         if is_enabled:
-            lightserve.ops.enable(device=device)
+            enable_all(device)
         hf.zero_grad()
         loss = hf(ids, labels=ids).loss
         loss.backward()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lightserve.ops
-from lightserve.ops.reductions import takes_softmax
+from lightserve.ops.reductions import takes_softmax, takes_topk
 from test.aten.devices import DEVICES, each_device, on
 from test.aten.test_aten import calls
 from test.ops.cases import FLOATS, TOLERANCE, randn
@@ -81,6 +81,12 @@ UNTAKEN: dict[str, Callable[[str], Tensor]] = {
     "topk of integers": lambda device: torch.arange(18, device=device).view(2, 9).topk(3).values,
     "topk of a number": lambda device: randn(device=device).topk(1).values,
 }
+
+
+@pytest.mark.parametrize(("rows", "length", "is_ours"), [(64, 2000, True), (65, 2000, False), (2048, 128, True)])
+def test_many_long_rows_of_a_gpu_are_torchs_to_sort(rows: int, length: int, is_ours: bool) -> None:
+    assert takes_topk(torch.empty(rows, length, device="meta"), 8) is is_ours
+    assert takes_topk(torch.empty(rows, length), 8)
 
 
 @each_device
