@@ -4,7 +4,7 @@
 
     lightserve.ops.enable()                              # aten operators are replaced where that pays
     lightserve.ops.only_enable(include=["silu", "mm"])
-    with lightserve.ops.use_ops(exclude=["mm"]):
+    with lightserve.ops.use_ops(exclude=["topk"]):
         model(ids)
     torch.ops.lightserve.silu_and_mul(gate_up)           # fused ones, which aten lacks
 
