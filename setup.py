@@ -4,17 +4,21 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 CSRC = "lightserve/common/cpu_kernel/csrc"
 NEON_DOT = ("neon_dot", "LS_HAS_NEON_DOT", ["-march=armv8.2-a+dotprod"])
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512vl", "-mavx512vnni"]
+AMX_FLAGS = [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 # For each machine: name, macro and compiler flags of the variants that are chosen if the CPU has their instructions
 VARIANTS = {
     "aarch64": [NEON_DOT],
     "arm64": [NEON_DOT],
     "x86_64": [
         ("avx2", "LS_HAS_AVX2", AVX2_FLAGS),
-        ("avx512_vnni", "LS_HAS_AVX512_VNNI", [*AVX2_FLAGS, "-mavx512f", "-mavx512vl", "-mavx512vnni"]),
+        ("avx512_vnni", "LS_HAS_AVX512_VNNI", AVX512_FLAGS),
+        ("amx", "LS_HAS_AMX", AMX_FLAGS),
     ],
 }
 FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-fno-schedule-insns"]
@@ -27,7 +31,10 @@ class BuildCpuKernels(build_ext):
         objects = self._compile("plain", ["variant.cpp"], [("LS_VARIANT", "plain")], [])
         macros = []
         for name, has_variant, flags in VARIANTS.get(platform.machine(), []):
-            objects += self._compile(name, ["variant.cpp"], [("LS_VARIANT", name)], flags)
+            try:
+                objects += self._compile(name, ["variant.cpp"], [("LS_VARIANT", name)], flags)
+            except CompileError:  # of a compiler that is older than these instructions
+                continue
             macros.append((has_variant, "1"))
         objects += self._compile("common", ["api.cpp", "threads.cpp"], macros, [])
         self.compiler.link_shared_object(

@@ -1,6 +1,6 @@
 """Logprobs are the same bits whatever else is computed, cached, or cut into chunks.
 
-On a GPU they are with ``deterministic``; on a CPU with the C library also without it, in float32 and packed.
+On a GPU they are with ``deterministic``; on a CPU with the C library also without it, in float32, bfloat16 and packed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightserve.offline.llm import LLM
 from lightserve.offline.results import Generation
 from lightserve.text.logprobs import PromptToken
 from lightserve.worker.sampling.logprobs import ranked_logprobs
-from test.ops.cases import needs_library
+from test.ops.cases import needs_bf16, needs_library
 
 CONFIG = {
     "model_type": "llama",
@@ -34,12 +34,16 @@ CONFIG = {
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu", "data_type": "float32"},
+    "bfloat16": {"device": "cpu", "data_type": "bfloat16"},
     "packed": {"device": "cpu", "data_type": "float32", "quantization": "w4"},
     "packed, 8 bits": {"device": "cpu", "data_type": "float32", "quantization": "w4", "packed_input_bits": 8},
     "deterministic": {"device": "cpu", "data_type": "float32", "deterministic": True},
     "cuda": {"device": "cuda", "data_type": "bfloat16", "deterministic": True},
 }
-MARKS = {name: [needs_library] for name in ("cpu", "packed", "packed, 8 bits")} | {"cuda": [pytest.mark.gpu]}
+MARKS = {name: [needs_library] for name in ("cpu", "packed", "packed, 8 bits")} | {
+    "bfloat16": [needs_bf16],
+    "cuda": [pytest.mark.gpu],
+}
 each_kind = pytest.mark.parametrize(
     "flags", [pytest.param(flags, id=name, marks=MARKS.get(name, [])) for name, flags in FLAGS.items()]
 )

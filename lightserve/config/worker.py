@@ -75,7 +75,8 @@ class WorkerConfig:
     )
     data_type: DataType = option(
         "auto",
-        "data type of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
+        "data type of weights and KV; a CPU keeps KV in float32 beside weights in bfloat16; "
+        "auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
         "dtype",
         group=FlagGroup.COMMON,
     )

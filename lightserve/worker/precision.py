@@ -1,9 +1,10 @@
-"""In which dtypes a worker computes."""
+"""In which dtypes a worker stores weights and computes."""
 
 from __future__ import annotations
 
 import torch
 
+from lightserve.common import ops
 from lightserve.common.basemodel import ModelConfig
 from lightserve.common.device import Device
 from lightserve.common.parallel import Parallel
@@ -14,7 +15,7 @@ OF_TRANSFORMERS = "by the modules of transformers: slow, without fused kernels a
 
 
 def dtype_of(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.dtype:
-    """In which the model is computed."""
+    """Of the weights."""
     if config.data_type == "auto":
         return platform.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
     dtype: torch.dtype = getattr(torch, config.data_type)
@@ -23,9 +24,18 @@ def dtype_of(config: WorkerConfig, model: ModelConfig, platform: Device) -> torc
     return dtype
 
 
+def activation_dtype(dtype: torch.dtype, model: ModelConfig) -> torch.dtype:
+    """In which the model computes between products with weights in ``dtype``, and stores keys and values."""
+    is_mixed = dtype is torch.bfloat16 and ops.active_traits().has_mixed_mm and not model.is_of_transformers
+    return torch.float32 if is_mixed else dtype
+
+
 def precision_summary(dtype: torch.dtype, model: ModelConfig, kv_dtype: str | None, state_dtype: str) -> str:
     """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
     details = [] if model.quantization is None else [str(model.quantization)]
+    if activation_dtype(dtype, model) != dtype:
+        has_mm = ops.active_traits().has_bf16_mm
+        details.append("float32 between products" if has_mm else "computed in float32: this CPU has no AMX")
     if kv_dtype is not None:
         details.append(f"KV in {kv_dtype}")
     if state_dtype != "float32":

@@ -47,7 +47,7 @@ from lightserve.worker.kv.state_size import DETERMINISTIC_BLOCK
 from lightserve.worker.kv.transfer.transfer import KvTransfer, KvTransferArgs, make_kv_transfer
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.memory import WorkerMemory, memory_to_release, weight_pool, weights_in
-from lightserve.worker.precision import dtype_of, precision_summary, ranks_summary
+from lightserve.worker.precision import activation_dtype, dtype_of, precision_summary, ranks_summary
 from lightserve.worker.request_limits import max_running, wanted_len
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
@@ -208,7 +208,8 @@ class ModelWorker:
         running = max_running(config, self.model_config, self._platform, self._device)
         args = ModelArgs(
             config=self.model_config,
-            dtype=dtype,
+            dtype=activation_dtype(dtype, self.model_config),
+            stored_dtype=dtype,
             device=self._device,
             parallel=parallel,
             checkpoint=of_model(with_progress(source, self.pooling)) if has_weights else None,

@@ -12,7 +12,7 @@ from torch import Tensor
 import lightserve.common.cpu_kernel
 import lightserve.common.triton_kernel  # noqa: F401  both register what they implement
 from lightserve.common import ops
-from lightserve.common.cpu_kernel._library import library
+from lightserve.common.cpu_kernel._library import has_kernel, library
 from lightserve.common.ops.registry import Op
 from lightserve.conformance.inputs.attention import (
     MAX_GROUPS as MAX_GROUPS,
@@ -115,6 +115,7 @@ def _runs(backend: str, dtype: torch.dtype) -> bool:
 
 
 needs_library = pytest.mark.skipif(library is None, reason="the C library was not built")
+needs_bf16 = pytest.mark.skipif(not has_kernel("ls_linear_bf16"), reason="the C library was not built, or is older")
 # A row of their results does not depend on the rows beside it.
 BATCH_INVARIANT = [
     ops.batch_invariant("cpu"),

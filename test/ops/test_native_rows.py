@@ -19,6 +19,7 @@ from test.ops.cases import (
     batch_of,
     context_attention_args,
     ints,
+    needs_bf16,
     needs_library,
     randn,
 )
@@ -50,16 +51,20 @@ def assert_rows_are_alike(compute: Callable[[Tensor], Tensor], x: Tensor) -> Non
 
 @pytest.mark.parametrize(("wide_in", "wide_out"), [(33, 20), (96, 40), (576, 101), (2100, 12), (1536, 64)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_product_does_not_depend_on_the_other_rows(wide_in: int, wide_out: int, has_bias: bool) -> None:
-    weight, bias = randn(wide_out, wide_in, seed=1), randn(wide_out, seed=2) if has_bias else None
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+def test_a_product_does_not_depend_on_the_other_rows(
+    wide_in: int, wide_out: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    weight, bias = randn(wide_out, wide_in, seed=1, dtype=dtype), randn(wide_out, seed=2) if has_bias else None
 
     assert_rows_are_alike(lambda x: ops.linear(x, weight, bias), randn(70, wide_in))
 
 
 @pytest.mark.parametrize("name", ["add_rms_norm_linear", "add_rms_norm_gate_up"])
 @pytest.mark.parametrize("width", [40, 576])
-def test_a_fused_norm_and_product_do_not_depend_on_the_other_rows(name: str, width: int) -> None:
-    weight, norm, op = randn(24, width, seed=1), randn(width, seed=2), ops.OPS[name]
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+def test_a_fused_norm_and_product_do_not_depend_on_the_other_rows(name: str, width: int, dtype: torch.dtype) -> None:
+    weight, norm, op = randn(24, width, seed=1, dtype=dtype), randn(width, seed=2), ops.OPS[name]
 
     def compute(rows: Tensor) -> Tensor:
         out, residual = op(rows[0].clone(), rows[1].clone(), norm, EPS, weight)

@@ -61,6 +61,7 @@ class ModelArgs:
     lora: LoraArgs | None = None  # None: the model takes no adapters
     keeps_routed_experts: bool = False  # of every token in the KV cache
     take_kv_memory: TakeMemory | None = None  # of a device, for the KV cache; None: torch's
+    stored_dtype: torch.dtype | None = None  # of weights of products that are not quantised; None: dtype
     packed_input_bits: int | None = None  # of products with packed weights on a CPU; None: as the model needs
     merged_adapter: Adapter | None = None  # added to the weights while they are loaded
     source: ModelSource | None = None  # the model's files, for a model that does not load them from ``checkpoint``
@@ -230,8 +231,8 @@ class LoadableModel:
 
     def weight_context(self, device: torch.device) -> WeightContext:
         """Of weights that take no adapters."""
-        linears = linear_method_factory(self.config, self.args.packed_input_bits)
-        experts = experts_method_factory(self.config, self.args.packed_input_bits)
+        linears = linear_method_factory(self.config, self.args.packed_input_bits, self.args.stored_dtype)
+        experts = experts_method_factory(self.config, self.args.packed_input_bits, self.args.stored_dtype)
         quantizes_kv = self.args.kv_dtype is not None
         return WeightContext(self.args.parallel, self.args.dtype, device, linears, experts, quantizes_kv)
 

@@ -12,6 +12,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
 BACKEND = "cpu_native"
 
 
@@ -50,6 +53,8 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "ls_add_norm_linear_packed": (c_void_p, *_X, c_void_p, c_void_p, *_NORM, c_int32),
     "ls_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p),
     "ls_add_norm_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p, *_NORM, c_int32),
+    "ls_linear_bf16": (*_WEIGHT, *_X, c_void_p, c_void_p),
+    "ls_add_norm_linear_bf16": (*_WEIGHT, *_X, c_void_p, c_void_p, *_NORM, c_int32),
     "ls_rms_norm": (*_X, c_int64, c_void_p, c_float, c_void_p, c_void_p),
     "ls_activate": (*_X, c_int64, c_int32, c_int32, c_void_p),
     "ls_rotary_write_kv": (*_X, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *_CACHE),
@@ -68,13 +73,26 @@ def _load() -> ctypes.CDLL | None:
     if path is None:
         return None
     loaded = ctypes.CDLL(str(path))
-    for name, arguments in _SIGNATURES.items():
+    missing = [name for name in _SIGNATURES if not hasattr(loaded, name)]
+    if missing:
+        logger.warning("%s was built from older sources, without %s: pip install -e .", path, ", ".join(missing))
+    for name in _SIGNATURES.keys() - missing:
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = _SIGNATURES[name], None
     loaded.ls_variant.restype = c_char_p
     loaded.ls_call_of.argtypes, loaded.ls_call_of.restype = (c_char_p,), c_uint64
     loaded.ls_num_variants.restype = c_int32
     return loaded
+
+
+def has_kernel(name: str) -> bool:
+    """Whether the library was built, and from sources that have this function."""
+    return library is not None and hasattr(library, name)
+
+
+def multiplies_bf16() -> bool:
+    """Whether the variant for this CPU has products of bfloat16; the others widen such weights."""
+    return library is not None and library.ls_variant() == b"amx"
 
 
 library = _load()  # None: it was not built

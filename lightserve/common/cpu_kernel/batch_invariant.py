@@ -31,7 +31,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 @ops.linear.impl(BACKEND)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows, weight = x.reshape(-1, x.shape[-1]), weight.to(x.dtype)
     out = x.new_empty((len(rows), len(weight)))
     for begin in range(0, len(rows), ROWS):
         block = rows[begin : begin + ROWS]

@@ -45,4 +45,4 @@ def _linear(x: Tensor, weight: Tensor | QuantizedWeight, biases: Tensor | None, 
     bias = None if biases is None else biases[expert]
     if isinstance(weight, PackedExperts):
         return weight.experts[expert].mm(x, bias)
-    return ops.linear(x, weight_of_expert(weight, expert).to(x.dtype), bias)
+    return ops.linear(x, weight_of_expert(weight, expert), bias)

@@ -56,7 +56,7 @@ _packed_weights = _PackedWeights()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     packed = _packed(x, weight)
     if packed is None:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
     size = next(size for size in SIZES if size >= len(x))
     padded = x if size == len(x) else F.pad(x, (0, 0, 0, size - len(x)))
     out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.cpu_kernel._library import BACKEND, AttentionBatch, library
+from lightserve.common.cpu_kernel._library import BACKEND, AttentionBatch, has_kernel, library
 from lightserve.common.cpu_kernel.batch_invariant import used_slots
 from lightserve.common.ops import AttnBatch, AttnOptions, KvCache, read_kv
 from lightserve.common.ops.registry import Op
 
+# of products with inputs in float32
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16) if has_kernel("ls_linear_bf16") else (torch.float32,)
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # the enum of kernels.h
 
 
@@ -34,7 +36,8 @@ def _define_products(lib: ctypes.CDLL) -> None:
             return ops.linear.after(BACKEND)(x, weight, bias)
         count, rows = x.shape[0], weight.shape[0]  # len() of a tensor takes microseconds
         out = x.new_empty(count, rows)
-        lib.ls_linear_float(
+        multiply = lib.ls_linear_bf16 if weight.dtype is torch.bfloat16 else lib.ls_linear_float
+        multiply(
             weight.data_ptr(), rows, weight.shape[1], x.data_ptr(), count, x.stride(0), _address(bias), out.data_ptr()
         )
         return out
@@ -70,7 +73,8 @@ def _define_products(lib: ctypes.CDLL) -> None:
     ) -> Tensor:
         count, (rows, columns) = x.shape[0], weight.shape
         out = x.new_empty(count, rows // 2 if gated else rows)
-        lib.ls_add_norm_linear_float(
+        multiply = lib.ls_add_norm_linear_bf16 if weight.dtype is torch.bfloat16 else lib.ls_add_norm_linear_float
+        multiply(
             weight.data_ptr(),
             rows,
             columns,
@@ -88,7 +92,7 @@ def _define_products(lib: ctypes.CDLL) -> None:
 
 
 def _is_fit(x: Tensor, weight: Tensor) -> bool:
-    is_float = x.dtype == weight.dtype == torch.float32
+    is_float = x.dtype is torch.float32 and weight.dtype in WEIGHT_DTYPES
     return is_float and x.dim() == 2 and x.stride(1) == 1 and weight.is_contiguous()
 
 

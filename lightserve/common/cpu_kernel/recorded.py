@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightserve.common import ops
-from lightserve.common.cpu_kernel._library import BACKEND, KERNELS, library
+from lightserve.common.cpu_kernel._library import BACKEND, KERNELS, has_kernel, library
 
 Key = TypeVar("Key", bound=Hashable)
 Out = TypeVar("Out")
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watch_library(self) -> Iterator[None]:
-        functions = {name: getattr(library, name) for name in KERNELS}
+        functions = {name: getattr(library, name) for name in KERNELS if has_kernel(name)}
         for name, function in functions.items():
             setattr(library, name, partial(self._call, name, function))
         try:

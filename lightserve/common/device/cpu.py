@@ -14,6 +14,7 @@ from lightserve.common import ops
 from lightserve.common.device.base import CopyPart, Device, Wait
 from lightserve.common.device.blocking_copies import BlockingCopyStream
 from lightserve.common.device.profile import Profile
+from lightserve.common.ops import DeviceTraits
 from lightserve.messages.control import StepLimits
 from lightserve.utils.memory import free_ram
 
@@ -52,6 +53,12 @@ class CpuDevice(Device):
                 batch_max_tokens=2048, chunked_prefill_size=64, weight_read_tokens=WEIGHT_READ_TOKENS
             ),
         )
+
+    def traits(self, device: torch.device) -> DeviceTraits:
+        if not self._has_library():
+            return DeviceTraits()
+        has_instructions = import_module(f"{self.ops_module}._library").multiplies_bf16()
+        return DeviceTraits(has_mixed_mm=True, has_bf16_mm=has_instructions)
 
     def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""

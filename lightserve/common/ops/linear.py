@@ -9,8 +9,11 @@ from lightserve.common.ops.registry import op
 
 @op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for ``weight`` ``[out, in]``."""
-    return F.linear(x, weight, bias)
+    """``x @ weight.T + bias`` for ``weight`` ``[out, in]``, which may be in bfloat16 beside ``x`` in float32.
+
+    Then a device that multiplies numbers in bfloat16 may round ``x`` to it. The sums stay in float32.
+    """
+    return F.linear(x, weight.to(x.dtype), bias)
 
 
 @op

@@ -17,6 +17,8 @@ class DeviceTraits:
     has_blockwise_mm: bool = False  # torch multiplies float8 with scales per 128 x 128 weights
     has_grouped_mm: bool = False  # torch multiplies groups of rows whose sizes are on the device, without reading them
     has_wide_mm: bool = False  # ``torch.mm`` of 16-bit numbers takes ``out_dtype=torch.float32``
+    has_mixed_mm: bool = False  # ``linear`` and its fused forms multiply float32 with weights in bfloat16, unwidened
+    has_bf16_mm: bool = False  # ... and round to bfloat16 what they multiply with these: it has the instructions
     has_streams: bool = False  # streams of ``torch.cuda`` run kernels beside each other
     reads_peers: bool = False  # devices of a node may be able to read each other's memory
 

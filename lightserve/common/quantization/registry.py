@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -28,16 +29,26 @@ LinearMethodFactory = Callable[[LinearSpec, torch.dtype, torch.device], LinearMe
 ExpertsMethodFactory = Callable[[ExpertsSpec, torch.dtype, torch.device], ExpertsMethod]
 
 
-def linear_method_factory(config: ModelConfig, packed_input_bits: int | None = None) -> LinearMethodFactory:
-    """``packed_input_bits`` is the flag; None: as the model's size needs it."""
+def linear_method_factory(
+    config: ModelConfig, packed_input_bits: int | None = None, stored_dtype: torch.dtype | None = None
+) -> LinearMethodFactory:
+    """``packed_input_bits`` is the flag; None: as the model's size needs it.
+
+    ``stored_dtype`` of weights that are not quantised; None: as the activations. Routers and gates have all bits.
+    """
     quantization = config.quantization
+
+    def unquantized(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+        is_exact = spec.is_router or spec.is_gate
+        return UnquantizedLinear(spec, dtype, device, None if is_exact else stored_dtype)
+
     if quantization is None:
-        return UnquantizedLinear
+        return unquantized
     input_bits = _input_bits(config, packed_input_bits)
 
     def method(scheme: Scheme | None, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
         if scheme is None:
-            return UnquantizedLinear(spec, dtype, device)
+            return unquantized(spec, dtype, device)
         return QuantizedLinear(spec, dtype, device, format_of(scheme), input_bits)
 
     def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
@@ -81,18 +92,21 @@ def float_method_factory(config: ModelConfig) -> LinearMethodFactory:
     return make
 
 
-def experts_method_factory(config: ModelConfig, packed_input_bits: int | None = None) -> ExpertsMethodFactory:
-    """``packed_input_bits`` as for linears."""
+def experts_method_factory(
+    config: ModelConfig, packed_input_bits: int | None = None, stored_dtype: torch.dtype | None = None
+) -> ExpertsMethodFactory:
+    """``packed_input_bits`` and ``stored_dtype`` as for linears."""
     quantization = config.quantization
+    unquantized = partial(UnquantizedExperts, stored_dtype=stored_dtype)
     if quantization is None:
-        return UnquantizedExperts
+        return unquantized
     input_bits = _input_bits(config, packed_input_bits)
 
     def make(spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> ExpertsMethod:
         gate_up = _common_scheme(spec.gate_up_modules, quantization)
         down = _common_scheme(spec.down_modules, quantization)
         if gate_up is None and down is None:
-            return UnquantizedExperts(spec, dtype, device)
+            return unquantized(spec, dtype, device)
         if gate_up is None or down is None:
             quantized = spec.gate_up_modules[0] if down is None else spec.down_modules[0]
             raise ModelFilesError(

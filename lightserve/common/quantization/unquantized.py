@@ -1,4 +1,4 @@
-"""Weights in the dtype of the activations."""
+"""Weights that are not quantised: in the dtype of the activations, or in half as many bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from lightserve.common.quantization.linear_method import LinearMethod, LinearPar
 
 
 class UnquantizedLinear(LinearMethod):
-    """One weight ``[out, in]`` and perhaps a bias ``[out]``; pieces ``PREFIX.weight`` and ``PREFIX.bias``."""
+    """One weight ``[out, in]`` and perhaps a bias ``[out]``; pieces ``PREFIX.weight`` and ``PREFIX.bias``.
 
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec = spec
-        self.weight = ops.empty_weight((spec.out_size, spec.num_columns), dtype, device)
+    ``stored_dtype`` of the weight; None: ``dtype``, in which the activations and the bias are.
+    """
+
+    def __init__(
+        self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, stored_dtype: torch.dtype | None = None
+    ) -> None:
+        self._spec, self._dtype = spec, dtype
+        self.weight = ops.empty_weight((spec.out_size, spec.num_columns), stored_dtype or dtype, device)
         has_bias = spec.has_bias and spec.adds_bias
         self.bias = torch.empty(spec.out_size, dtype=dtype, device=device) if has_bias else None
         self._zero_padding()
@@ -56,7 +61,7 @@ class UnquantizedLinear(LinearMethod):
         return out if self.bias is None else out + self.bias.float()
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
-        return ops.vocab_embedding(ids, self.weight, first_id)
+        return ops.vocab_embedding(ids, self.weight, first_id).to(self._dtype)
 
     def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""Experts in the dtype of the activations."""
+"""Experts that are not quantised: in the dtype of the activations, or in half as many bits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ class _Tensors(NamedTuple):
 
 
 class UnquantizedExperts(ExpertsMethod):
-    """The tensors of ``ops.ExpertsParams``: gate and up of a unit are neighbouring rows, however they are stored."""
+    """The tensors of ``ops.ExpertsParams``: gate and up of a unit are neighbouring rows, however they are stored.
 
-    def __init__(self, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec = spec
+    ``stored_dtype`` of the weights; None: ``dtype``, in which the activations and the biases are.
+    """
+
+    def __init__(
+        self, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, stored_dtype: torch.dtype | None = None
+    ) -> None:
+        self._spec, stored_dtype = spec, stored_dtype or dtype
         experts, units, hidden = spec.num_own, spec.num_units, spec.hidden_size
         rows = units * spec.activation.rows_per_unit
 
@@ -35,8 +40,8 @@ class UnquantizedExperts(ExpertsMethod):
             return torch.empty(shape, dtype=dtype, device=device)
 
         self._tensors = _Tensors(
-            w13=ops.empty_weight((experts, rows, hidden), dtype, device),
-            w2=ops.empty_weight((experts, hidden, units), dtype, device),
+            w13=ops.empty_weight((experts, rows, hidden), stored_dtype, device),
+            w2=ops.empty_weight((experts, hidden, units), stored_dtype, device),
             b13=empty(experts, rows) if spec.has_bias else None,
             b2=empty(experts, hidden) if spec.has_bias and spec.adds_bias else None,
         )

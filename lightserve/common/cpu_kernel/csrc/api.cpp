@@ -3,6 +3,11 @@
 #if defined(__linux__) && defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
+#if defined(LS_HAS_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <cstring>
 #include <utility>
@@ -22,7 +27,26 @@ extern const Kernels avx2;
 extern const Kernels avx512_vnni;
 #endif
 
+#if defined(LS_HAS_AMX)
+extern const Kernels amx;
+#endif
+
 namespace {
+
+#if defined(LS_HAS_AMX)
+
+// Whether the CPU has tiles and AVX512-BF16, and the system lets this process use them.
+bool may_use_amx() {
+    constexpr unsigned TILES_OF_BF16 = 1u << 22 | 1u << 24 | 1u << 25, AVX512_BF16 = 1u << 5;
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+    unsigned a, b, c, d;
+    if (!__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512vl")) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_OF_BF16) != TILES_OF_BF16) return false;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & AVX512_BF16) == 0) return false;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+}
+
+#endif
 
 struct Variant {
     const char* name;
@@ -31,7 +55,7 @@ struct Variant {
 
 // The variants that this CPU can run, the best one first.
 struct Variants {
-    Variant all[4];
+    Variant all[5];
     int count = 0;
 
     Variants() {
@@ -39,6 +63,9 @@ struct Variants {
         if (getauxval(AT_HWCAP) & (1 << 20)) add("neon_dot", &neon_dot);  // HWCAP_ASIMDDP
 #elif defined(LS_HAS_NEON_DOT)
         add("neon_dot", &neon_dot);  // every ARM Mac has it
+#endif
+#if defined(LS_HAS_AMX)
+        if (may_use_amx()) add("amx", &amx);
 #endif
 #if defined(LS_HAS_AVX512_VNNI)
         if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")) add("avx512_vnni", &avx512_vnni);
@@ -97,6 +124,18 @@ LS_EXPORT void ls_add_norm_linear_float(const float* weight, int64_t rows, int64
                                         const float* norm, float eps, int32_t gated) {
     RmsNorm rms_norm{norm, residual, eps, columns};
     active.kernels->linear_float(weight, rows, columns, {x, count, stride}, &rms_norm, bias, gated, out);
+}
+
+LS_EXPORT void ls_linear_bf16(const Bf16* weight, int64_t rows, int64_t columns, float* x, int64_t count,
+                              int64_t stride, const float* bias, float* out) {
+    active.kernels->linear_bf16(weight, rows, columns, {x, count, stride}, nullptr, bias, 0, out);
+}
+
+LS_EXPORT void ls_add_norm_linear_bf16(const Bf16* weight, int64_t rows, int64_t columns, float* x, int64_t count,
+                                       int64_t stride, const float* bias, float* out, float* residual,
+                                       const float* norm, float eps, int32_t gated) {
+    RmsNorm rms_norm{norm, residual, eps, columns};
+    active.kernels->linear_bf16(weight, rows, columns, {x, count, stride}, &rms_norm, bias, gated, out);
 }
 
 LS_EXPORT void ls_rms_norm(float* x, int64_t count, int64_t stride, int64_t columns, const float* weight, float eps,
@@ -165,8 +204,8 @@ struct NamedCall {
 #define LS_NAMED(FUNCTION) {#FUNCTION, call<FUNCTION>}
 const NamedCall CALLS[] = {
     LS_NAMED(ls_linear_packed), LS_NAMED(ls_add_norm_linear_packed), LS_NAMED(ls_linear_float),
-    LS_NAMED(ls_add_norm_linear_float), LS_NAMED(ls_rms_norm), LS_NAMED(ls_activate),
-    LS_NAMED(ls_rotary_write_kv), LS_NAMED(ls_attention),
+    LS_NAMED(ls_add_norm_linear_float), LS_NAMED(ls_linear_bf16), LS_NAMED(ls_add_norm_linear_bf16),
+    LS_NAMED(ls_rms_norm), LS_NAMED(ls_activate), LS_NAMED(ls_rotary_write_kv), LS_NAMED(ls_attention),
 };
 #undef LS_NAMED
 

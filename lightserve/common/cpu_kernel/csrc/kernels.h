@@ -18,6 +18,10 @@ struct PackedWeight {
     int32_t has_min;      // value = scale * code + minimum; without: scale * (code - 8) with 4 bits, scale * code with 8
 };
 
+struct Bf16 {  // the upper half of a float32
+    uint16_t bits;
+};
+
 struct Rows {  // float32 [count, columns]
     float* data;
     int64_t count;
@@ -70,6 +74,8 @@ struct Kernels {
     void (*linear_packed)(const PackedWeight*, Rows x, const RmsNorm*, const float* bias, int32_t gated, float* out);
     void (*linear_float)(const float* weight, int64_t rows, int64_t columns, Rows x, const RmsNorm*, const float* bias,
                          int32_t gated, float* out);
+    void (*linear_bf16)(const Bf16* weight, int64_t rows, int64_t columns, Rows x, const RmsNorm*, const float* bias,
+                        int32_t gated, float* out);
     void (*rms_norm)(Rows x, const RmsNorm*, float* out);
     // gated: the rows are gate and up, [2 * columns]
     void (*activate)(Rows x, int64_t columns, int32_t activation, int32_t gated, float* out);

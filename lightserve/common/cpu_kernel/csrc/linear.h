@@ -272,8 +272,9 @@ void rms_norm(Rows x, const RmsNorm* norm, float* out) {
 }
 
 // Some rows of x times some rows of the weight at a time, as many as stay in the caches.
+template <class W>
 struct FloatProduct {
-    const float* weight;
+    const W* weight;
     int64_t rows, columns;
     Rows x;
     const float* bias;
@@ -325,7 +326,8 @@ struct FloatProduct {
         template <int M>
         void run(int64_t x_row) const {
             const FloatProduct& p = product;
-            const float *x[M], *w[N];
+            const float* x[M];
+            const W* w[N];
             LS_UNROLL
             for (int m = 0; m < M; m++) x[m] = p.x.data + (x_row + m) * p.x.stride + column;
             LS_UNROLL
@@ -361,17 +363,27 @@ struct FloatProduct {
     };
 };
 
+// The norm of x, or x itself.
+inline Rows normed_rows(Rows x, const RmsNorm* norm, int64_t columns) {
+    if (norm == nullptr) return x;
+    thread_local std::vector<float> normed;
+    normed.resize(x.count * columns);
+    rms_norm(x, norm, normed.data());
+    return {normed.data(), x.count, columns};
+}
+
+template <class W>
+inline void linear_of_floats(const W* weight, int64_t rows, int64_t columns, Rows x, const RmsNorm* norm,
+                             const float* bias, int32_t gated, float* out) {
+    x = normed_rows(x, norm, columns);
+    with_activation(x.count, rows, gated, out, [&](float* to) {
+        FloatProduct<W>{weight, rows, columns, x, bias, to}.run();
+    });
+}
+
 void linear_float(const float* weight, int64_t rows, int64_t columns, Rows x, const RmsNorm* norm, const float* bias,
                   int32_t gated, float* out) {
-    thread_local std::vector<float> normed;
-    if (norm != nullptr) {
-        normed.resize(x.count * columns);
-        rms_norm(x, norm, normed.data());
-        x = {normed.data(), x.count, columns};
-    }
-    with_activation(x.count, rows, gated, out, [&](float* to) {
-        FloatProduct{weight, rows, columns, x, bias, to}.run();
-    });
+    linear_of_floats(weight, rows, columns, x, norm, bias, gated, out);
 }
 
 }  // namespace

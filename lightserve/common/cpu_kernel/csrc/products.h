@@ -40,10 +40,9 @@ inline void save_sums(float* to, const Sums<M>& sums) {
     }
 }
 
-// sums[m][n] += x[m] * w[n], lane by lane, from column i on: LANES of them, or `count`.
-template <int M, class... Count>
-inline void add_step(const float* const (&x)[M], const float* const (&w)[N], int64_t i, Sums<M>& sums,
-                     Count... count) {
+// sums[m][n] += x[m] * w[n], lane by lane, from column i on: LANES of them, or `count`. W: float or Bf16.
+template <int M, class W, class... Count>
+inline void add_step(const float* const (&x)[M], const W* const (&w)[N], int64_t i, Sums<M>& sums, Count... count) {
     Lanes operands[N];
     LS_UNROLL
     for (int n = 0; n < N; n++) operands[n] = load_lanes(w[n] + i, count...);
@@ -55,8 +54,8 @@ inline void add_step(const float* const (&x)[M], const float* const (&w)[N], int
     }
 }
 
-template <int M>
-inline void add_products(const float* const (&x)[M], const float* const (&w)[N], int64_t columns, Sums<M>& sums,
+template <int M, class W>
+inline void add_products(const float* const (&x)[M], const W* const (&w)[N], int64_t columns, Sums<M>& sums,
                          int64_t i = 0) {
     _Pragma("GCC unroll 2")
     for (; i + LANES <= columns; i += LANES) add_step<M>(x, w, i, sums);
@@ -64,8 +63,8 @@ inline void add_products(const float* const (&x)[M], const float* const (&w)[N],
 }
 
 // The same, and what is `ahead` of w[n] is read into the L2 cache.
-template <int M>
-inline void add_products_and_prefetch(const float* const (&x)[M], const float* const (&w)[N], int64_t columns,
+template <int M, class W>
+inline void add_products_and_prefetch(const float* const (&x)[M], const W* const (&w)[N], int64_t columns,
                                       int64_t ahead, Sums<M>& sums) {
     int64_t i = 0;
     for (; i + CACHE_LINE <= columns; i += CACHE_LINE) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define LS_NEON_DOT 1
 #include <arm_neon.h>
@@ -14,9 +16,13 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define LS_AVX512_VNNI 1
 #endif
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define LS_AMX 1
+#endif
 #endif
 
 #define LS_UNROLL _Pragma("GCC unroll 8")
+#define LS_UNROLL_16 _Pragma("GCC unroll 16")
 
 namespace lightserve {
 namespace {  // each variant has its own copies: they must not be merged by the linker
@@ -395,6 +401,9 @@ constexpr int64_t LANES = 4;
 constexpr int TILE_ROWS = 4;
 inline Lanes no_lanes() { return {vdupq_n_f32(0)}; }
 inline Lanes load_lanes(const float* p) { return {vld1q_f32(p)}; }
+inline Lanes load_lanes(const Bf16* p) {
+    return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16))};
+}
 inline void store_lanes(float* p, Lanes x) { vst1q_f32(p, x.v); }
 inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {vfmaq_f32(sum.v, x.v, y.v)}; }
 inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
@@ -410,6 +419,10 @@ constexpr int64_t LANES = 16;
 constexpr int TILE_ROWS = 4;
 inline Lanes no_lanes() { return {_mm512_setzero_ps()}; }
 inline Lanes load_lanes(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Lanes load_lanes(const Bf16* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
 inline void store_lanes(float* p, Lanes x) { _mm512_storeu_ps(p, x.v); }
 inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {_mm512_fmadd_ps(x.v, y.v, sum.v)}; }
 inline __m128 folded(Lanes x) {
@@ -427,6 +440,10 @@ constexpr int64_t LANES = 8;
 constexpr int TILE_ROWS = 3;
 inline Lanes no_lanes() { return {_mm256_setzero_ps()}; }
 inline Lanes load_lanes(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Lanes load_lanes(const Bf16* p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+}
 inline void store_lanes(float* p, Lanes x) { _mm256_storeu_ps(p, x.v); }
 inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {_mm256_fmadd_ps(x.v, y.v, sum.v)}; }
 inline __m128 folded(Lanes x) { return _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)); }
@@ -438,6 +455,14 @@ constexpr int64_t LANES = 8;
 constexpr int TILE_ROWS = 2;
 inline Lanes no_lanes() { return all(0); }
 inline Lanes load_lanes(const float* p) { return load(p); }
+inline Lanes load_lanes(const Bf16* p) {
+    return each([&](int i) {
+        uint32_t bits = static_cast<uint32_t>(p[i].bits) << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    });
+}
 inline void store_lanes(float* p, Lanes x) { store(p, x); }
 inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
     const Lanes all_four[] = {x0, x1, x2, x3};
@@ -455,9 +480,10 @@ inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
 
 #endif
 
-inline Lanes load_lanes(const float* p, int64_t count) {  // the first `count`, then zeros
-    float values[LANES] = {};
-    std::memcpy(values, p, count * sizeof(float));
+template <class W>
+inline Lanes load_lanes(const W* p, int64_t count) {  // the first `count`, then zeros
+    W values[LANES] = {};
+    std::memcpy(values, p, count * sizeof(W));
     return load_lanes(values);
 }
 

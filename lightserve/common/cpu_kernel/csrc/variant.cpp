@@ -2,6 +2,7 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "bf16.h"
 #include "kernels.h"
 #include "linear.h"
 #include "rotary.h"
@@ -9,6 +10,6 @@
 namespace lightserve {
 
 extern const Kernels LS_VARIANT;
-const Kernels LS_VARIANT = {linear_packed, linear_float, rms_norm, activate, rotary_write_kv, attention};
+const Kernels LS_VARIANT = {linear_packed, linear_float, linear_bf16, rms_norm, activate, rotary_write_kv, attention};
 
 }  // namespace lightserve

@@ -59,6 +59,7 @@ class DraftModelHead(AutoregressiveHead):
         args = ModelArgs(
             config=config,
             dtype=model.args.dtype,
+            stored_dtype=model.args.stored_dtype,
             device=model.device,
             parallel=replace(model.args.parallel, pp=RankGroup()),  # all its layers are in the last stage
             checkpoint=open_checkpoint(files) if has_weights else None,
