@@ -328,6 +328,13 @@ def test_control_and_user_tokens_of_a_gguf_stay_whole_and_only_control_is_skippe
     assert special.eos == "<|end|>"
 
 
+def test_trinity_groups_digits_from_the_last_one() -> None:
+    parts = PRE_TOKENIZERS["afmoe"].steps().pre_tokenize_str("in 1234567, 12 and 123456")
+
+    texts = [text for text, _ in parts if text[-1].isdigit()]
+    assert texts == ["1", "234", "567", "12", "123", "456"]
+
+
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_every_pre_tokenizer_preserves_the_text(pre: str, tmp_path: Path) -> None:
     metadata = byte_level_metadata(pre=pre, add_bos_token=False)

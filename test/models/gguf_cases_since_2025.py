@@ -151,6 +151,22 @@ def as_expert_bias(tensors: Tensors, config: Json) -> Tensors:
     return {pattern.sub(r"blk.\1.exp_probs_b.bias", name): tensor for name, tensor in tensors.items()}
 
 
+def afmoe(config: Json) -> Json:
+    return {
+        **common(config),
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config["route_scale"]),
+        "attention.sliding_window": config["sliding_window"],
+    }
+
+
+def afmoe_bias(tensors: Tensors, config: Json) -> Tensors:
+    return {re.sub(r"expert_bias$", "expert_bias.bias", name): tensor for name, tensor in tensors.items()}
+
+
 def llama4(config: Json) -> Json:
     return {
         **common(config),
@@ -299,6 +315,12 @@ CASES_SINCE_2025 = {
     "dots1": GgufCase("dots1", M["dots1"], dots1, (stack_experts,)),
     "bailingmoe": GgufCase("bailingmoe", M["bailing_moe"], ling, (split_query_key_value, stack_experts)),
     "bailingmoe2": GgufCase("bailingmoe2", M["bailing_moe_v2"], ling, (as_expert_bias, stack_experts)),
+    "afmoe": GgufCase(
+        "afmoe",
+        Case("afmoe", {**moe_b.CASES["afmoe"].fields, "global_attn_every_n_layers": 4}),
+        afmoe,
+        (afmoe_bias, stack_experts),
+    ),
     "llama4": GgufCase("llama4", Case("llama4_text", LLAMA4), llama4, LLAMA4_STEPS),
     "llama4-maverick": GgufCase("llama4", Case("llama4_text", MAVERICK), llama4, (llama4_experts,)),
     "step35": GgufCase(

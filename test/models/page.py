@@ -168,6 +168,7 @@ GGUF_NAMES = {
     "Yi": "llama",
     "deci": "deci",
     "gemma3": "gemma3",
+    "glm4_moe_lite": "deepseek2",
     "internlm2": "internlm2",
     "internlm3": "llama",
     "kimi_k2": "deepseek2",

@@ -42,6 +42,13 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# digits in threes from the last one; Chinese, Japanese, Korean and scripts of South-East Asia
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff\u1780-\u17ff\u1000-\u109f"
+    "\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _DEEPSEEK_V3[-1],
+)
 _AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", splits.GPT4O)
 _MINICPM5 = (r"\p{N}{1,3}", splits.LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))
 
@@ -99,6 +106,7 @@ PRE_TOKENIZERS = {
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
     **dict.fromkeys(["deepseek-v3", "hunyuan-dense", "joyai-llm"], PreTokenizer(_DEEPSEEK_V3)),
+    "afmoe": PreTokenizer(_AFMOE),
     "falcon": _FalconPreTokenizer(has_gpt2_split=True),
     **dict.fromkeys(["bloom", "poro-chat", "gpt3-finnish"], _BLOOM),
     "viking": PreTokenizer([splits.BLOOM, _DIGITS]),

@@ -30,6 +30,7 @@ from lightserve.model_files.gguf.fields import (
     has_tensor,
     layer_count,
     number,
+    window_fields,
 )
 from lightserve.model_files.gguf.header import GgufHeader
 from lightserve.model_files.gguf.rope import rope_fields
@@ -90,6 +91,21 @@ def ling2_fields(header: GgufHeader) -> dict[str, Any]:
         "score_function": "sigmoid",
         "hidden_act": "silu",
         "rms_norm_eps": number(header, RMS_EPS),
+    }
+
+
+def afmoe_fields(header: GgufHeader) -> dict[str, Any]:
+    """Every fourth layer has no window, as in llama.cpp, which scales all embeddings."""
+    check_gating(header, SIGMOID, default=SIGMOID)
+    has_norm = flag(header, "expert_weights_norm", True)
+    return {
+        **rotary_decoder_fields(header),
+        **deepseek_expert_fields(header),
+        **window_fields(header),
+        "sliding_window": count(header, WINDOW),
+        "mup_enabled": True,
+        "norm_topk_prob": has_norm,
+        "route_norm": has_norm,
     }
 
 
@@ -200,6 +216,25 @@ ARCHITECTURES = {
             names.LAYERS,
             {**names.QWEN3, **DEEPSEEK_EXPERTS},
             options=_EXPERTS,
+        ),
+    ),
+    "afmoe": (
+        GgufArchitecture(
+            "afmoe",
+            "AfmoeForCausalLM",
+            afmoe_fields,
+            names.LAYERS,
+            {
+                **names.QWEN3,
+                **DEEPSEEK_EXPERTS,
+                "attn_gate": "self_attn.gate_proj",
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_mlp_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+                "ffn_gate_inp": "mlp.router.gate",
+                "exp_probs_b.bias": "mlp.expert_bias",
+            },
+            options=_EXPERTS | {WINDOW},
         ),
     ),
     "ernie4_5-moe": (
