@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightserve.model_files.gguf.architectures import architecture_of
+from lightserve.model_files.gguf.architectures.encoders import gguf_pooling
 from lightserve.model_files.gguf.fields import check_options, shape_fields, unsupported
 from lightserve.model_files.gguf.header import GgufHeader
 
@@ -31,6 +32,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": header.metadata.get("tokenizer.ggml.padding_token_id"),
+        "gguf_pooling": gguf_pooling(header),
     }
 
 

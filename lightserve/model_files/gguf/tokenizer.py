@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.gguf.header import CONTROL, USER_DEFINED, GgufHeader
@@ -20,6 +20,9 @@ from lightserve.model_files.tokenizer.files.sentencepiece_file import (
 )
 from lightserve.model_files.tokenizer.special_tokens import SpecialTokens, set_surrounding_tokens
 
+WORD_PIECE = "bert"
+# of BERT's own vocabulary, where a file does not have them
+BERT_IDS = {"cls": 101, "seperator": 102, "unknown": 100, "padding": 0, "mask": 103}
 MERGING = ("gpt2", "gemma4")  # kinds that find user-defined tokens before the text is split
 
 
@@ -30,12 +33,15 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
             f"{header.path}: tokenizer model {kind!r} is not supported; supported: {', '.join(_BUILDERS)}"
         )
     tokens: list[str] = _field(header, "tokens")
+    tokens = _with_continuations(header, tokens) if kind == WORD_PIECE else tokens
     backend = _BUILDERS[kind](header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type", [])
     backend.add_special_tokens(_of_type(tokens, types, CONTROL, is_special=True))
     user_defined = _of_type(tokens, types, USER_DEFINED, is_special=False)
     backend.add_tokens([token for token in user_defined if kind in MERGING or SPACE not in token.content])
 
+    if kind == WORD_PIECE:
+        return backend, _surround_words(backend, header, tokens)
     special = SpecialTokens(*(_token(header, tokens, role) for role in ("bos", "eos", "unknown", "padding")))
     adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(header, kind))
     adds_eos = header.metadata.get("tokenizer.ggml.add_eos_token", kind == "t5")
@@ -89,6 +95,46 @@ def _gemma4_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
+def _with_continuations(header: GgufHeader, tokens: list[str]) -> list[str]:
+    """In the file ▁ begins a word, and nothing marks what continues one, as ``##`` does in BERT's vocabulary."""
+    types = header.metadata.get("tokenizer.ggml.token_type", [PieceType.NORMAL] * len(tokens))
+    return [_with_continuation(token, kind) for token, kind in zip(tokens, types, strict=True)]
+
+
+def _with_continuation(token: str, kind: int) -> str:
+    if kind == CONTROL or _is_bracketed(token):
+        return token
+    return token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
+
+
+def _is_bracketed(token: str) -> bool:
+    """``[CLS]`` and the like, which older files have as they are, whatever their type."""
+    return len(token) > len("[]") and token.startswith("[") and token.endswith("]")
+
+
+def _word_piece(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
+    unknown = _bert_token(header, tokens, "unknown")
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab=_vocabulary(tokens), unk_token=unknown))
+    is_cased = any(token != token.lower() for token in tokens if not _is_bracketed(token))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _surround_words(backend: tokenizers.Tokenizer, header: GgufHeader, tokens: list[str]) -> SpecialTokens:
+    first, last, unknown, padding, mask = (_bert_token(header, tokens, role) for role in BERT_IDS)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in (first, last, unknown, padding, mask)])
+    set_surrounding_tokens(backend, [first], [last])
+    return SpecialTokens(unk=unknown, pad=padding, mask=mask)
+
+
+def _bert_token(header: GgufHeader, tokens: list[str], role: str) -> str:
+    token = _token(header, tokens, role, BERT_IDS[role])
+    assert token is not None
+    return token
+
+
 def _unigram(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     pieces = _pieces(header, tokens)
     model = SentencePieceModel(
@@ -106,7 +152,13 @@ def _prefix(header: GgufHeader) -> Prefix:
     return Prefix.PARTS if header.metadata.get("tokenizer.ggml.add_space_prefix", True) else Prefix.NONE
 
 
-_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bpe, "t5": _unigram}
+_BUILDERS = {
+    "gpt2": _byte_level_bpe,
+    "llama": _sentencepiece_bpe,
+    "gemma4": _gemma4_bpe,
+    "t5": _unigram,
+    WORD_PIECE: _word_piece,
+}
 
 
 _IN_GGUF = {int(kind): kind for kind in (PieceType.NORMAL, PieceType.UNKNOWN, PieceType.BYTE)}
@@ -146,8 +198,8 @@ def _of_type(tokens: list[str], types: list[int], wanted: int, is_special: bool)
     ]
 
 
-def _token(header: GgufHeader, tokens: list[str], role: str) -> str | None:
-    token_id: int | None = header.metadata.get(f"tokenizer.ggml.{role}_token_id")
+def _token(header: GgufHeader, tokens: list[str], role: str, default: int | None = None) -> str | None:
+    token_id: int | None = header.metadata.get(f"tokenizer.ggml.{role}_token_id", default)
     if token_id is None:
         return None
     if token_id >= len(tokens):

@@ -37,6 +37,7 @@ CLASSIFIER = "ForSequenceClassification"
 REWARD = "ForRewardModel"
 ANSWERS = ("no", "yes")  # of Qwen3-Reranker
 MAX_LABELS = 100_000
+GGUF_POOLING = "gguf_pooling"  # of a GGUF file's metadata
 OLDER_ACTIVATION = "sbert_ce_default_activation_function"  # before sentence-transformers 4
 
 
@@ -125,7 +126,8 @@ def _task_of(hf: Mapping[str, Any], extra: SentenceTransformer | None) -> str:
         return "classify"
     if _answers(hf) is not None:
         return "score"
-    return "embed" if is_encoder(hf) or name in EMBEDDERS else "generate"
+    has_pooling = hf.get(GGUF_POOLING) is not None
+    return "embed" if is_encoder(hf) or name in EMBEDDERS or has_pooling else "generate"
 
 
 def _of_task(task: str, hf: Mapping[str, Any], folder: Path | None, extra: SentenceTransformer | None) -> PoolingConfig:
@@ -172,7 +174,8 @@ def _token_embedder(hf: Mapping[str, Any], folder: Path | None, extra: SentenceT
 
 def _embedder(hf: Mapping[str, Any], extra: SentenceTransformer | None) -> PoolingConfig:
     if extra is None:
-        return PoolingConfig("embed", "mean" if is_encoder(hf) else "last", hidden_size(hf))
+        pooling = hf.get(GGUF_POOLING) or ("mean" if is_encoder(hf) else "last")
+        return PoolingConfig("embed", pooling, hidden_size(hf))
     sizes = [hidden_size(hf), *(layer.out_size for layer in extra.dense)]
     for size, layer in zip(sizes, extra.dense, strict=False):
         if layer.in_size != size:

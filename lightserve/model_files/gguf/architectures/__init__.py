@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightserve.model_files.gguf.architectures import (
     delta,
+    encoders,
     experts,
     gemma4,
     gpt,
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[str, tuple[GgufArchitecture, ...]] = {
     **delta.ARCHITECTURES,
     **mamba.ARCHITECTURES,
     **short_conv.ARCHITECTURES,
+    **encoders.ARCHITECTURES,
     "llama": (experts.MIXTRAL, *llama_like.ARCHITECTURES["llama"]),
 }
 
