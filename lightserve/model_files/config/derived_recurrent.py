@@ -122,7 +122,8 @@ def kimi_linear(hf: Fields) -> dict[str, Any]:
 
 
 def bailing_hybrid(hf: Fields) -> dict[str, Any]:
-    """Recurrent layers have as many heads as the others. head_dim is the size of theirs.
+    """Recurrent layers have as many heads as the others. head_dim is the size of theirs, and partial_rotary_factor the
+    share of it that queries and keys of the others have for positions: all of that rotates.
 
     The last layer of each group has attention, and so has each one behind the last whole group.
     """

@@ -195,7 +195,7 @@ MODELS = {
     "bailing_hybrid": ConfigNames(
         _KIMI_NAMES,
         model_defaults.LING3,
-        derived_recurrent.bailing_hybrid,
+        config_derived.all_of(config_derived.whole_rope, derived_recurrent.bailing_hybrid),
     ),
     "bailing_moe": ConfigNames(_SHARED_EXPERTS),
     "bailing_moe_v2": ConfigNames(_SHARED_EXPERTS, {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1}),

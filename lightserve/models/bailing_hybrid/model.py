@@ -75,6 +75,8 @@ class BailingHybridTpPartModel(DeepseekTpPartModel):
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too
         self.config.check_value("score_function", "sigmoid")
         self.config.check_value("no_kda_lora", True)
+        for name in ("use_mla_nope", "use_nGPT", "up_proj_norm", "value_norm", "use_bias"):
+            self.config.check_value(name, False)
         self.config.check_value("gated_attention_proj_granularity_type", "head_wise")
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             limits = self.config.hf.get(name)

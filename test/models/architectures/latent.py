@@ -95,6 +95,8 @@ def _as_ling_published(config_json: Json, tensors: Tensors) -> tuple[Json, Tenso
         "score_function": "sigmoid",
         "num_nextn_predict_layers": 1,
         "no_kda_lora": True,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {**config_json["rope_parameters"], "partial_rotary_factor": 0.5},
         "gated_attention_proj_granularity_type": "head_wise",
         "expert_swiglu_limit_list": [None] * 5,
     }
