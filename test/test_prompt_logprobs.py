@@ -117,8 +117,8 @@ def test_a_request_that_was_preempted_in_its_prompt(
     scheduler, steps = llm._scheduler, []
     next_step = scheduler.next_step
 
-    def pausing() -> Step | None:
-        steps.append(next_step())
+    def pausing(*now: float) -> Step | None:
+        steps.append(next_step(*now))
         if len(steps) == paused_after:
             scheduler.only_group.preemption.preempt_newest()
         return steps[-1]
@@ -148,9 +148,9 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
     shapes: list[tuple[int, ...]] = []
     ranked_logprobs = worker_logprobs.ranked_logprobs
 
-    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_logprobs.RankedLogprobs:
+    def watched(logits: torch.Tensor, *args: Any) -> worker_logprobs.RankedLogprobs:
         shapes.append(logits.shape)
-        return ranked_logprobs(logits, targets, k)
+        return ranked_logprobs(logits, *args)
 
     monkeypatch.setattr(worker_logprobs, "ranked_logprobs", watched)
     found = make(folder).generate([prompt(0, 90), prompt(1, 3)], WITH_PROMPT)

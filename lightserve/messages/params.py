@@ -95,6 +95,14 @@ def _invalid_field(params: _CheckedParams, error: msgspec.ValidationError) -> In
     return InvalidRequestError(f"{field}: {wanted}, found {reprlib.repr(getattr(params, field))}", field)
 
 
+class PromptCandidates(msgspec.Struct, frozen=True):
+    """Tokens that might stand in a prompt: their logprobs, as those of its own tokens."""
+
+    start: int  # the first row is of the token behind so many of the prompt's first ones; the last, of its last one
+    count: Annotated[int, Meta(ge=1)]  # in each row
+    ids: bytes  # [rows, count] int32; -1: none
+
+
 class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
     """How the worker samples the next token.
 
@@ -123,6 +131,7 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     logprobs: TopCount | None = None  # of the sampled token, and of the top k tokens
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
+    prompt_candidates: PromptCandidates | None = None  # with prompt_logprobs: other tokens whose logprobs are wanted
     # logprobs of the distribution that the token was sampled from: after rules, temperature and filters
     processed_logprobs: bool = False
     routed_experts: bool = False  # return which experts its tokens were routed to

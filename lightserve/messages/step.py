@@ -187,6 +187,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: bytes  # [tokens] int32; 1: the most likely token
     top_ids: bytes  # [tokens, k] int32, the most likely first
     top_logprobs: bytes  # [tokens, k] float32
+    candidates: bytes = b""  # [tokens, count] float32, if there are PromptCandidates; -inf for those that are none
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

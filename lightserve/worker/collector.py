@@ -162,7 +162,7 @@ class OtherResults(NamedTuple):
             row, req, chunks, drafts = sampled
             count = 1 if counts is None else int(counts[row])
             token_ids: list[int] = ids[row : row + count].tolist()
-            prompt = None if chunks is None else join_chunks(chunks, req.sampling.prompt_logprobs or 0)
+            prompt = None if chunks is None else join_chunks(chunks, req.sampling)
             of_req = experts.get(req.req_id)
             rejected = drafts + 1 - count
             first = prompt, None if of_req is None else of_req[: len(of_req) - rejected].tobytes()

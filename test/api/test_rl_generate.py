@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import urllib.request
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,6 +124,50 @@ def test_vllms_endpoint_gives_raw_logprobs_and_those_of_the_prompt(server: Serve
     assert [entries[str(token)]["logprob"] for entries, token in zip(others, PROMPT[1:], strict=True)] == pytest.approx(
         [float(row[token]) for row, token in zip(expected, PROMPT[1:], strict=False)], abs=1e-3
     )
+
+
+def test_a_teacher_scores_the_tokens_of_a_student(server: ServerProcess, model: Path) -> None:
+    prompt = [(7 * number) % 60 for number in range(700)]  # several chunks
+    start, width = 400, 5
+    rows = [[(row * column + 1) % 60 for column in range(1 + row % width)] for row in range(len(prompt) - 1 - start)]
+    sampling = {"max_tokens": 1, "prompt_logprob_token_ids": rows, "prompt_logprob_start": start}
+    with ThreadPoolExecutor(2) as clients:  # one of them wants none
+        plain = clients.submit(vllm, server, {"max_tokens": 1, "prompt_logprobs": 3}, token_ids=prompt)
+        response = clients.submit(vllm, server, sampling, token_ids=prompt).result()
+
+    scores = np.load(io.BytesIO(base64.b64decode(response["prompt_token_id_logprobs"])))
+
+    expected = logprobs_of(model, prompt)[start:-1]
+    assert (scores.dtype, scores.shape) == (np.float32, (len(rows), width))
+    for row, ids, reference in zip(scores, rows, expected, strict=True):
+        assert row[: len(ids)].tolist() == pytest.approx(reference[ids].tolist(), abs=1e-3)
+        assert np.isneginf(row[len(ids) :]).all()
+    assert response["prompt_logprobs"] is None
+    assert plain.result()["prompt_token_id_logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "message"),
+    [
+        ({"prompt_logprob_token_ids": [[1]] * 6}, {}, "needs 7 scored rows, found 6 of 1 ids"),
+        ({"prompt_logprob_token_ids": [[1]] * 7, "prompt_logprob_start": 1}, {}, "needs 6 scored rows"),
+        ({"prompt_logprob_token_ids": [[]] * 7}, {}, "found 7 of 0 ids"),
+        ({"prompt_logprob_token_ids": [[10**6]] * 7}, {}, "token id 1000000 is not in the range"),
+        ({"prompt_logprob_token_ids": [[-2]] * 7}, {}, "token id -2 is not in the range"),
+        ({"prompt_logprob_token_ids": [["a"]] * 7}, {}, "prompt_logprob_token_ids"),
+        ({"prompt_logprob_start": 3}, {}, "prompt_logprob_start: needs prompt_logprob_token_ids"),
+        ({"prompt_logprob_token_ids": [[1]] * 7}, {"stream": True}, "streams do not return them"),
+    ],
+)
+def test_candidates_that_do_not_fit_the_prompt_are_refused(
+    server: ServerProcess, sampling: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, **sampling}, **fields}
+
+    status, response = server.post("/inference/v1/generate", body)
+
+    assert status == 400
+    assert message in response["error"]["message"]
 
 
 def test_an_aborted_request_goes_on_with_the_tokens_it_had(server: ServerProcess) -> None:

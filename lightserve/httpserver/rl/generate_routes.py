@@ -32,6 +32,7 @@ from lightserve.httpserver.http.sse import (
     until_disconnect,
 )
 from lightserve.httpserver.openai.logprobs import PromptLogprobsWriter
+from lightserve.httpserver.rl.candidates import IDS, candidate_scores, take_candidates, with_candidates
 from lightserve.httpserver.routed_experts import RoutedExperts, experts_shape
 from lightserve.httpserver.weight_versions import WeightVersions
 from lightserve.messages.control import RoutedExpertsShape
@@ -90,6 +91,9 @@ def add_generate(router: APIRouter, context: ServerContext) -> None:
 async def _parse(context: ServerContext, body: TokensBody) -> TokensRequest:
     context.manager.check_ids("token_ids", body.token_ids)
     fields = {"priority": body.priority, "cache_salt": body.cache_salt} | body.sampling_params
+    candidates = take_candidates(context, fields, len(body.token_ids))
+    if candidates is not None and body.stream:
+        raise InvalidRequestError(f"sampling_params.{IDS}: streams do not return them", IDS)
     logprobs = fields.pop("logprobs", None)
     if logprobs is not None and (not isinstance(logprobs, int) or isinstance(logprobs, bool) or logprobs < -1):
         raise InvalidRequestError(f"sampling_params.logprobs: must be an integer from -1 on, found {logprobs!r}")
@@ -109,6 +113,8 @@ async def _parse(context: ServerContext, body: TokensBody) -> TokensRequest:
     if body.return_routed_experts is not None:
         experts = experts_shape(context, request.params) if body.return_routed_experts else None
     request = replace(request, params=request.params.replace(routed_experts=experts is not None))
+    if candidates is not None:
+        request = replace(request, params=with_candidates(request.params, candidates))
     return TokensRequest(request, sampling.choices, k, prompt, experts, body)
 
 
@@ -157,6 +163,7 @@ class TokensWriter(EventWriter):
                 "usage": self._usage(),
                 "prompt_token_ids": parsed.prompt_request.prompt_ids if parsed.body.return_token_ids else None,
                 "prompt_logprobs": None if prompt is None else prompt.field(packed),
+                "prompt_token_id_logprobs": candidate_scores(parsed.prompt_request.params, packed),
                 "output_mode": parsed.body.output_mode or "tokens",
             }
         )

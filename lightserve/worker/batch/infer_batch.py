@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from lightserve.messages.int_arrays import (
 from lightserve.messages.step import NewReq, Step
 from lightserve.worker.batch.images import BatchImages, PackedImages
 from lightserve.worker.batch.infer_req import InferReq
+from lightserve.worker.batch.prompt_targets import PromptTargets, step_logprobs
 from lightserve.worker.batch.req_columns import ReqColumns
 from lightserve.worker.batch.retained_reqs import RetainedReqs
 from lightserve.worker.batch.routed_experts import NO_EXPERTS, ExpertsReader, StepSlots
@@ -38,21 +38,13 @@ from lightserve.worker.batch.step_input import Padding, StepShape, Values, pack,
 from lightserve.worker.batch.step_rows import StepRows
 from lightserve.worker.lora import write_groups
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
-from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
+from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.speculation.draft_input import DraftInput, draft_counts, ready_len, spread
 
 # A step of few requests takes little longer than reading the weights, unless they share a lot. Another kernel in each
 # layer takes 0.1 ms in sum, in which an H200 reads 3,000 tokens of Llama-3-8B.
 FEW_REQUESTS, MIN_SAVED_BY_FEW = 16, 8_192  # tokens
-
-
-class PromptTargets(NamedTuple):
-    """The tokens of a request's prompt whose logprobs a step computes."""
-
-    req: InferReq
-    start: int  # the row of the step whose logits are those of the first target; the others follow
-    targets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +66,7 @@ class PackedStep:
 
     def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
         """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
-        if not self.prompt_targets:
-            return None
-        rows = [row for entry in self.prompt_targets for row in range(entry.start, entry.start + len(entry.targets))]
-        targets = [target for entry in self.prompt_targets for target in entry.targets]
-        k = max(entry.req.sampling.prompt_logprobs or 0 for entry in self.prompt_targets)
-        logprobs = StepPromptLogprobs(rows, targets, k, device)
-        begin = 0
-        for req, _, req_targets in self.prompt_targets:
-            assert req.prompt_chunks is not None
-            req.prompt_chunks.append(PromptChunk(logprobs, slice(begin, begin + len(req_targets))))
-            begin += len(req_targets)
-        return logprobs
+        return step_logprobs(self.prompt_targets, device) if self.prompt_targets else None
 
 
 class InferBatch:
@@ -385,7 +366,8 @@ class InferBatch:
             req = self._req_by_row[int(step_rows.rows[index])]
             targets = req.prompt_targets(int(step_rows.q_len[index]))
             if targets:
-                all_targets.append(PromptTargets(req, int(start[index]), targets))
+                candidates = req.candidates_of(len(targets))
+                all_targets.append(PromptTargets(req, int(start[index]), targets, candidates))
         return all_targets
 
     def _token_ids(self, step_rows: StepRows, start: Int64Array) -> Int32Array | Int64Array:

@@ -12,7 +12,7 @@ from lightserve.messages.int_arrays import GrowingArray, Int32Array
 from lightserve.messages.params import SamplingParams, StoppingParams
 from lightserve.worker.batch.req_columns import ReqColumns, ReqLengths
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
-from lightserve.worker.sampling.logprobs import PromptChunk
+from lightserve.worker.sampling.logprobs import NO_CANDIDATE, PromptChunk
 from lightserve.worker.sampling.req_rules import ReqRules
 from lightserve.worker.sampling.thinking import ThinkingBudget
 
@@ -122,6 +122,16 @@ class InferReq(ReqLengths):
         targets = self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
         ids: list[int] = targets.tolist()
         return ids
+
+    def candidates_of(self, count: int) -> Int32Array | None:
+        """Those of the next ``count`` targets, ``[count, candidates]``; None: it has none."""
+        wanted = self.sampling.prompt_candidates
+        if wanted is None:
+            return None
+        rows = np.frombuffer(wanted.ids, np.int32).reshape(-1, wanted.count)
+        first = self.cache_len - wanted.start
+        known = rows[max(first, 0) : max(first + count, 0)]
+        return np.concatenate((np.full((count - len(known), wanted.count), NO_CANDIDATE, np.int32), known))
 
     def forbidden_next(self) -> list[int]:
         return self.rules.forbidden_after(self.token_ids, self.output_len)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import AsyncCopy, copy_to_host, to_device
+from lightserve.messages.int_arrays import Int32Array
+from lightserve.messages.params import SamplingParams
 from lightserve.messages.step import PromptLogprobs
 
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
@@ -21,7 +23,8 @@ LogitsOf = Callable[[Tensor], Tensor]  # [rows] int64 of the step's tokens -> [r
 GatherLogits = Callable[[Tensor], Tensor]  # [rows, tokens of a rank] -> [rows, vocab]
 TopLogprobs = tuple[float | None, list[tuple[int, float]] | None]  # of the sampled token, and the most likely tokens
 NO_LOGPROBS: TopLogprobs = (None, None)
-RankedLogprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, ranks, top ids, their logprobs: see PromptLogprobs
+RankedLogprobs = tuple[Tensor, ...]  # logprobs, ranks, top ids, their logprobs, those of candidates: see PromptLogprobs
+NO_CANDIDATE = -1
 
 
 class SampledLogprobs:
@@ -52,7 +55,16 @@ class SampledLogprobs:
 class StepPromptLogprobs:
     """The logprobs of prompt tokens that a step computes: of ``targets``, the tokens that follow ``rows``."""
 
-    def __init__(self, rows: Sequence[int], targets: Sequence[int], k: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        targets: Sequence[int],
+        k: int,
+        device: torch.device,
+        candidates: Int32Array,
+    ) -> None:
+        """``candidates``: of each row, ``[rows, count]``."""
+        self._candidates = to_device(candidates, device)
         self._rows = to_device(np.array(rows, dtype=np.int64), device)
         self._targets = to_device(np.array(targets, dtype=np.int64), device)
         self._k = k
@@ -63,8 +75,11 @@ class StepPromptLogprobs:
         count = max(PIECE // vocab, 1)
         k = min(self._k, vocab)
         pieces = [
-            ranked_logprobs(logits_of(rows), targets, k)
-            for rows, targets in zip(self._rows.split(count), self._targets.split(count), strict=True)  # type: ignore[no-untyped-call]
+            ranked_logprobs(logits_of(rows), targets, k, candidates)
+            for rows, targets, candidates in zip(
+                *(column.split(count) for column in (self._rows, self._targets, self._candidates)),  # type: ignore[no-untyped-call]
+                strict=True,
+            )
         ]
         self._to_host = copy_to_host(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
@@ -82,20 +97,27 @@ class PromptChunk:
     rows: slice
 
 
-def ranked_logprobs(logits: Tensor, targets: Tensor, k: int) -> RankedLogprobs:
+def ranked_logprobs(logits: Tensor, targets: Tensor, k: int, candidates: Tensor | None = None) -> RankedLogprobs:
     """No bit of a row depends on the other rows: log_softmax keeps that, logsumexp does not."""
     logits = logits.float()
     logprobs = logits.log_softmax(-1)
     ranks = (logits > logits.gather(1, targets[:, None])).sum(-1, dtype=torch.int32) + 1
     ids = logits.topk(k).indices
-    return logprobs.gather(1, targets[:, None])[:, 0], ranks, ids.int(), logprobs.gather(1, ids)
+    columns = logprobs.gather(1, targets[:, None])[:, 0], ranks, ids.int(), logprobs.gather(1, ids)
+    if candidates is None:
+        return columns
+    scores = logprobs.gather(1, candidates.long().clamp(min=0))
+    return *columns, scores.masked_fill(candidates == NO_CANDIDATE, -torch.inf)
 
 
-def join_chunks(chunks: Sequence[PromptChunk], k: int) -> PromptLogprobs:
-    """The logprobs of a whole prompt. A step may have computed more of the top tokens than this request's ``k``."""
-    columns: list[list[np.ndarray]] = [[], [], [], []]
+def join_chunks(chunks: Sequence[PromptChunk], sampling: SamplingParams) -> PromptLogprobs:
+    """The logprobs of a whole prompt. A step may have computed more columns than this request wants."""
+    k, wanted = sampling.prompt_logprobs or 0, sampling.prompt_candidates
+    widths = k, k, 0 if wanted is None else wanted.count
+    columns: list[list[np.ndarray]] = [[], [], [], [], []]
     for chunk in chunks:
-        logprobs, ranks, top_ids, top_logprobs = (array[chunk.rows] for array in chunk.step.arrays())
-        for column, array in zip(columns, (logprobs, ranks, top_ids[:, :k], top_logprobs[:, :k]), strict=True):
+        logprobs, ranks, *tables = (array[chunk.rows] for array in chunk.step.arrays())
+        cut = [table[:, :width] for table, width in zip(tables, widths, strict=True)]
+        for column, array in zip(columns, (logprobs, ranks, *cut), strict=True):
             column.append(array)
     return PromptLogprobs(*(b"".join(array.tobytes() for array in column) for column in columns))
