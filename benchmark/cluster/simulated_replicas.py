@@ -6,12 +6,16 @@
 A step of a null worker takes --step_ms, and --token_us more for each token. The simulator gets these times, and two
 more that a request which is alone shows: what a step takes beyond its own time, and what a first token takes on its way
 through HTTP, dispatcher and detokenizer. Everything else is simulated. Other flags go to the server.
+
+Real processes have pauses that no simulation has, if the machine has fewer cores than threads that want one. Each run
+says how long the threads of the server waited for a core during long pauses, and at any other time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import time
@@ -20,6 +24,7 @@ from statistics import median
 
 import numpy as np
 
+from benchmark.cluster.core_waits import CoreWaits
 from benchmark.serving.server import Server
 from lightserve.bench.client.connection import Connection, Target, target_of
 from lightserve.bench.client.record import Record
@@ -42,6 +47,7 @@ SESSIONS = Load(  # 24 requests/s are two thirds of what three engines can do
 LOADS = {"shared": LOAD, "sessions": SESSIONS}
 ALONE = Load(fixed(64), fixed(24), count=8, max_new_tokens=24, ends_by_length=True, seed=1_000_000)
 LIMITS = SchedulerLimits(64, 512, 256)
+LONG_PAUSE = 3.0  # steps of one token
 POOL_SIZE = 8_000  # tokens of an engine: not all prefixes fit
 
 
@@ -138,6 +144,28 @@ async def _send(target: Target, request: SimulatedRequest, number: int, due: flo
     return record
 
 
+def pauses(records: list[Record], waits: CoreWaits, longer_than_s: float) -> str:
+    """Long times between two tokens, and how long threads waited for a core during these and during others."""
+    gaps = [gap for record in records for gap in itertools.pairwise(record.event_times)]
+    long = [(begin, end) for begin, end in gaps if end - begin > longer_than_s]
+    if not long:
+        return f"no pause over {longer_than_s * 1e3:.0f} ms"
+    length_s = median(end - begin for begin, end in long)
+    first, last = min(begin for begin, _ in gaps), max(end for _, end in gaps)
+    others = [(float(begin), float(begin) + length_s) for begin in np.arange(first, last - length_s, length_s)]
+    return (
+        f"{len(long)} of {len(gaps)} pauses are over {longer_than_s * 1e3:.0f} ms, the longest "
+        f"{max(end - begin for begin, end in long) * 1e3:.0f} ms, the median {length_s * 1e3:.0f} ms: threads waited "
+        f"{_waited(long, waits)} during them, {_waited(others, waits)} in any such time"
+    )
+
+
+def _waited(times: list[tuple[float, float]], waits: CoreWaits) -> str:
+    found = [waits.during(begin, end) for begin, end in times]
+    total, longest = median(one.sum_s for one in found), median(one.longest_s for one in found)
+    return f"{total * 1e3:.0f} ms for a core (one of them {longest * 1e3:.0f})"
+
+
 def server_flags(times: Times, replicas: int, policy: str) -> list[str]:
     return [
         *("--null_worker", "--null_step_ms", str(times.step_s * 1e3), "--null_token_us", str(times.token_s * 1e6)),
@@ -156,12 +184,14 @@ def measure(times: Times, load: Load, replicas: int, policy: str, flags: list[st
     try:
         target = target_of(server.wait_until_ready(), "/v1/completions", {})
         alone = uvloop.run(send_all(target, ALONE))
-        records = uvloop.run(send_all(target, load))
+        with CoreWaits() as waits:
+            records = uvloop.run(send_all(target, load))
     finally:
         server.stop()
     of_prompt_s, of_token_s = (times.step_s + count * times.token_s for count in (64, 1))
     between_s = median(gap for record in alone for gap in record.itls_s) - of_token_s
     way_s = median(record.ttft_s for record in alone) - of_prompt_s
+    print(pauses(records, waits, LONG_PAUSE * of_token_s))
     return replace(times, between_s=max(between_s, 0.0), way_s=max(way_s, 0.0)), figures_of(records)
 
 

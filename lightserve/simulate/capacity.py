@@ -3,12 +3,15 @@
 python -m lightserve.simulate.capacity --shape llama3-70b --rate 40 --ttft_ms 1000 --itl_ms 25 50 100 --tp 2 4 8
 
 Finds the highest rate that one simulated server keeps up with, then simulates as many servers as the whole load needs.
+Simulated times differ from measured ones. So it does the same for servers whose steps take --error percent less, and
+more; the range has the cards that these need.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -104,10 +107,14 @@ def rate_of_one(setup: Setup, load: Load, slo: Slo, seconds: float) -> float:
     return highest_rate(lambda rate: slo.is_met(simulate(setup, load_of(load, rate, seconds))), PRECISION)
 
 
-def plan(shape: Shape, tp: int, slo: Slo, demand: Demand) -> Plan:
-    """As many servers as the rate needs; more if they do not keep up, because they share the load unevenly or die."""
+def plan(shape: Shape, tp: int, slo: Slo, demand: Demand, slowness: float = 1.0) -> Plan:
+    """As many servers as the rate needs; more if they do not keep up, because they share the load unevenly or die.
+
+    ``slowness``: steps take so many times as long as the cost model says.
+    """
     load, rate, seconds, lost = demand
     setup = setup_of(shape, tp, slo.itl_s)
+    setup = replace(setup, cost=setup.cost.scaled(slowness))
     if not setup.pool_size or not (of_one := rate_of_one(setup, load, slo, seconds)):
         return Plan(tp, slo, 0.0, 0, None)
     servers = max(math.ceil(rate / of_one), lost + 1)
@@ -120,36 +127,60 @@ def plan(shape: Shape, tp: int, slo: Slo, demand: Demand) -> Plan:
     return Plan(tp, slo, of_one, 0, None)
 
 
-def row_of(plan: Plan) -> str:
+class Estimate(NamedTuple):
+    """What is needed as simulated, and if all steps take less or more."""
+
+    plan: Plan
+    bounds: Sequence[Plan]
+
+    @property
+    def least(self) -> int:
+        """Cards; 0: the load is too much for any number of them."""
+        return min((plan.cards for plan in (self.plan, *self.bounds) if plan.cards), default=0)
+
+    @property
+    def most(self) -> int:
+        cards = [plan.cards for plan in (self.plan, *self.bounds)]
+        return max(cards) if all(cards) else 0
+
+    def __str__(self) -> str:
+        return f"{self.least or 'none'}-{self.most or 'none'}"
+
+
+def row_of(estimate: Estimate) -> str:
+    plan = estimate.plan
     row = f"{plan.tp:3} {plan.slo.ttft_s * 1e3:8.0f} {plan.slo.itl_s * 1e3:7.0f} | {plan.rate:13.2f}"
     if plan.result is None:
-        return f"{row}   none, with up to {MAX_CARDS} cards"
+        return f"{row}   none, with up to {MAX_CARDS} cards{f' (range {estimate})' if estimate.least else ''}"
     result = plan.result
     hours = plan.cards * result.seconds / 3600 / result.output_tokens * 1e6
-    ttft_ms = float(np.percentile(result.ttft, 99)) * 1e3
-    return f"{row} {plan.servers:7} {plan.cards:5} {ttft_ms:8.0f} {result.itl(0.99) * 1e3:7.1f} {hours:19.2f}"
+    ttft_ms, itl_ms = float(np.percentile(result.ttft, 99)) * 1e3, result.itl(0.99) * 1e3
+    return f"{row} {plan.servers:7} {plan.cards:5} {estimate!s:>8} {ttft_ms:8.0f} {itl_ms:7.1f} {hours:19.2f}"
 
 
-HEADER = " tp  TTFT ms  ITL ms | req/s a server servers cards TTFT p99 ITL p99 card hours / M tok."
+HEADER = " tp  TTFT ms  ITL ms | req/s a server servers cards    range TTFT p99 ITL p99 card hours / M tok."
 
 
-def plot(path: Path, figures: Any, plans: Sequence[Plan], title: str) -> None:
-    """Cards against the time between two tokens, a line for each tp."""
+def plot(path: Path, figures: Any, estimates: Sequence[Estimate], title: str) -> None:
+    """Cards against the time between two tokens, a line and a range for each tp."""
     figure = figures.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for tp in sorted({plan.tp for plan in plans}):
-        points = [(plan.slo.itl_s * 1e3, plan.cards) for plan in plans if plan.tp == tp and plan.cards]
+    for tp in sorted({estimate.plan.tp for estimate in estimates}):
+        points = [estimate for estimate in estimates if estimate.plan.tp == tp and estimate.plan.cards]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=f"--tp {tp}")
+            itls = [estimate.plan.slo.itl_s * 1e3 for estimate in points]
+            (line,) = axes.plot(itls, [estimate.plan.cards for estimate in points], marker="o", label=f"--tp {tp}")
+            least, most = ([point.least for point in points], [point.most or MAX_CARDS for point in points])
+            axes.fill_between(itls, least, most, color=line.get_color(), alpha=0.15)
     axes.set(xlabel="ITL p99, ms", ylabel="cards", title=title, ylim=(0, MAX_CARDS))
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _apply(find: Callable[..., Plan], point: tuple[int, Slo]) -> Plan:
-    tp, slo = point
-    return find(tp=tp, slo=slo)
+def _apply(find: Callable[..., Plan], point: tuple[int, Slo, float]) -> Plan:
+    tp, slo, slowness = point
+    return find(tp=tp, slo=slo, slowness=slowness)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +204,7 @@ def arguments() -> argparse.ArgumentParser:
     add_limits(parser)
     add("--tp", type=int, nargs="+", default=[1, 2, 4, 8], help="cards of a server")
     add("--lost", type=int, default=0, help="so many servers die after a third of that time, and the others must do")
+    add("--error", type=float, default=10.0, help="percent by which steps may differ from the simulated ones")
     add("--plot", type=Path, metavar="FILE", help="write cards against ITL as a picture")
     return parser
 
@@ -182,6 +214,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.lost < 0:
         parser.error("--lost: must be at least 0")
+    if not 0 <= args.error < 100:
+        parser.error("--error: must be a percentage from 0 to 100")
     figures = None
     if args.plot:
         try:
@@ -190,16 +224,20 @@ def main() -> None:
             parser.error("--plot needs matplotlib: pip install matplotlib")
     shape = SHAPES[args.shape]
     print(HEADER)
-    plans = []
+    estimates, error = [], args.error / 100
+    slownesses = (1.0, 1 - error, 1 + error) if error else (1.0,)
     find = partial(plan, shape, demand=Demand(LOADS[args.load], args.rate, args.seconds, args.lost))
-    points = [(tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3)) for tp in args.tp for itl_ms in args.itl_ms]
+    slos = [(tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3)) for tp in args.tp for itl_ms in args.itl_ms]
+    points = [(tp, slo, slowness) for tp, slo in slos for slowness in slownesses]
     with processes(len(points)) as run_all:
-        for capacity_plan in run_all(partial(_apply, find), points):
-            print(row_of(capacity_plan), flush=True)
-            plans.append(capacity_plan)
+        plans = iter(run_all(partial(_apply, find), points))
+        for _ in slos:
+            simulated, *bounds = itertools.islice(plans, len(slownesses))
+            estimates.append(Estimate(simulated, bounds))
+            print(row_of(estimates[-1]), flush=True)
     if args.plot:
         title = f"{args.shape}, {args.rate:g} requests/s, TTFT p99 {args.ttft_ms:g} ms (simulated, estimated costs)"
-        plot(args.plot, figures, plans, title)
+        plot(args.plot, figures, estimates, title)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,16 @@ class CostModel:
     bytes_per_s: float = 4.15e12
     pairs_per_s: float = 32e6 / 31e-3
     rest_s: tuple[float, float] = (0.5e-3, 2.1e-6)  # everything else: per step, per token
+
+    def scaled(self, factor: float) -> CostModel:
+        """Every step takes so many times as long."""
+        return replace(
+            self,
+            matmul_ms=tuple((tokens, ms * factor) for tokens, ms in self.matmul_ms),
+            bytes_per_s=self.bytes_per_s / factor,
+            pairs_per_s=self.pairs_per_s / factor,
+            rest_s=(self.rest_s[0] * factor, self.rest_s[1] * factor),
+        )
 
     def matmul_s(self, tokens: int) -> float:
         """Interpolates linearly between the measured sizes, and extrapolates beyond them."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
-from benchmark.cluster.simulated_replicas import LOAD, Figures, Times, compare, figures_of, simulated, table
+from benchmark.cluster.core_waits import CoreWaits, threads_below
+from benchmark.cluster.simulated_replicas import LOAD, Figures, Times, compare, figures_of, pauses, simulated, table
 from lightserve.bench.client.record import Record
+from test.waiting import wait_until
 
 TIMES = Times(0.04, 100e-6)
 
@@ -69,3 +75,36 @@ def test_three_engines_are_simulated_within_a_tenth() -> None:
     assert fake.ttft_p99_ms == pytest.approx(real.ttft_p99_ms, rel=0.2)
     assert fake.itl_p50_ms == pytest.approx(real.itl_p50_ms, rel=0.1)
     assert fake.hit_rate == pytest.approx(real.hit_rate, abs=2)
+
+
+def test_a_pause_is_shown_with_the_waits_for_a_core_during_it() -> None:
+    with CoreWaits() as waits:
+        begin = time.monotonic()
+        sum(range(10**6))
+        end = time.monotonic()
+    times = [begin, begin + 0.01, begin + 0.02, max(end, begin + 0.2)]
+
+    found = pauses([Record(index=0, due=0.0, sent=begin, event_times=times)], waits, 0.1)
+
+    assert found.startswith("1 of 3 pauses are over 100 ms, the longest ")
+    assert pauses([Record(index=0, due=0.0, sent=0.0, event_times=[0.0, 0.01])], waits, 0.1) == "no pause over 100 ms"
+
+
+def test_threads_that_outnumber_the_cores_wait_for_one() -> None:
+    def work() -> None:
+        while not has_ended.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)  # without Python's lock
+
+    has_ended, count = threading.Event(), 2 * len(os.sched_getaffinity(0)) + 2
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    with CoreWaits() as waits:
+        begin = time.monotonic()
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: waits.during(begin, time.monotonic()).sum_s > 0.2)
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+
+    assert waits.during(begin, time.monotonic()).longest_s > 0
+    assert set(dict(threads_below(os.getpid()))) >= {threading.get_native_id()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightserve.simulate import capacity
-from lightserve.simulate.capacity import PRECISION, Demand, Slo, plan, rate_of_one
+from lightserve.simulate.capacity import PRECISION, Demand, Estimate, Slo, plan, rate_of_one
 from lightserve.simulate.gpu import H200, CostModel
 from lightserve.simulate.load import Load, fixed
 from lightserve.simulate.replica import Setup
@@ -75,6 +76,18 @@ def test_servers_that_die_need_others_beside_them(monkeypatch: pytest.MonkeyPatc
     assert lost.result.requests == 180
 
 
+def test_slower_steps_need_more_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "setup_of", lambda shape, tp, itl_s: Setup(cost=LINEAR))
+    find = partial(plan, LLAMA_8B, 1, Slo(ttft_s=1.0, itl_s=1.0), Demand(SHORT, rate=250.0, seconds=5))
+
+    plans = [find(slowness=slowness) for slowness in (1.0, 0.5, 2.0)]
+    estimate = Estimate(plans[0], plans[1:])
+
+    assert plans[2].servers >= 1.5 * plans[0].servers >= 2 * plans[1].servers
+    assert str(estimate) == f"{plans[1].cards}-{plans[2].cards}"
+    assert str(Estimate(plans[0], [plans[1], plans[2]._replace(servers=0)])) == f"{plans[1].cards}-none"
+
+
 def test_the_command_prints_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,5 +102,5 @@ def test_the_command_prints_and_plots(
     header, one, eight = capsys.readouterr().out.splitlines()
     assert header == capacity.HEADER
     assert one.split()[-5:] == ["with", "up", "to", "64", "cards"]
-    assert eight.split()[5:7] == ["1", "8"]
+    assert eight.split()[5:8] == ["1", "8", "8-8"]
     assert picture.stat().st_size > 1000
