@@ -31,7 +31,7 @@ class AyaImages(InternVLImages):
 
 @dataclass(frozen=True, slots=True)
 class CohereImages(AyaImages):
-    marker = None
+    marker = None  # type: ignore[assignment]  # the texts of its chat template are those of its tokens
 
     def texts(self, count: int) -> tuple[str, ...]:
         return (START, *[BREAK] * (count - 1), BREAK + END)
