@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "kernels.h"
 #include "linear.h"
 #include "threads.h"
@@ -14,59 +15,9 @@ namespace {
 
 #if LS_AMX
 
-constexpr int64_t TILE = 16;           // rows of a tile of the weight, and rows of x
-constexpr int64_t TILE_COLUMNS = 32;   // numbers in bfloat16 of a row of a tile
-constexpr int64_t TILE_WORDS = TILE * TILE;  // of 32 bits: two numbers of x, or a sum
-constexpr int64_t L2_NUMBERS = 256 * 1024;   // of x at a time
-constexpr int64_t FEW_ROWS = 16;       // of x, for which products wait for the weight, which is read ahead
-
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-
-    TileShapes() {
-        std::fill(row_bytes, row_bytes + 8, 64);
-        std::fill(rows, rows + 8, TILE);
-    }
-};
-
-// Tiles of the calling thread, for as long as this lives.
-struct Tiles {
-    Tiles() {
-        static const TileShapes shapes;
-        _tile_loadconfig(&shapes);
-    }
-    ~Tiles() { _tile_release(); }
-};
-
-inline void transpose(__m512i (&rows)[TILE]) {
-    __m512i other[TILE];
-    LS_UNROLL_16
-    for (int i = 0; i < 16; i += 2) {
-        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    LS_UNROLL_16
-    for (int i = 0; i < 16; i += 4) {
-        rows[i] = _mm512_unpacklo_epi64(other[i], other[i + 2]);
-        rows[i + 1] = _mm512_unpackhi_epi64(other[i], other[i + 2]);
-        rows[i + 2] = _mm512_unpacklo_epi64(other[i + 1], other[i + 3]);
-        rows[i + 3] = _mm512_unpackhi_epi64(other[i + 1], other[i + 3]);
-    }
-    LS_UNROLL_16
-    for (int i = 0; i < 4; i++) {
-        other[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-        other[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-        other[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-        other[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-    }
-    LS_UNROLL_16
-    for (int i = 0; i < 8; i++) {
-        rows[i] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0x88);
-        rows[i + 8] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0xdd);
-    }
-}
+constexpr int64_t TILE_COLUMNS = 32;        // numbers in bfloat16 of a row of a tile
+constexpr int64_t L2_NUMBERS = 256 * 1024;  // of x at a time
+constexpr int64_t FEW_ROWS = 16;            // of x, for which products wait for the weight, which is read ahead
 
 // x in bfloat16 [block of 16 rows, tile of 32 columns, pair of columns, row]: the operand of a tile's product. Rows
 // behind the last one are zeros.
@@ -118,7 +69,7 @@ struct TileProduct {
         int64_t blocks = (rows + 2 * TILE - 1) / (2 * TILE);
         int64_t products = 2 * TILE * x.columns * (count + TILE) / TILE;  // as many as others compute in that time
         parallel_for(blocks, grain_of(blocks, products), [&](int64_t begin, int64_t end) {
-            Tiles tiles;
+            Tiles<64> tiles;
             int64_t at_once = std::max(L2_NUMBERS / x.columns / (2 * TILE), int64_t{1}) * 2;  // blocks of x
             int64_t x_blocks = (count + TILE - 1) / TILE;
             for (int64_t first = 0; first < x_blocks; first += at_once)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "amx.h"
 #include "kernels.h"
 #include "products.h"
 #include "simd.h"
@@ -16,8 +17,8 @@ namespace {
 constexpr int64_t GROUP = 32;        // numbers of x with a scale of their own
 constexpr int64_t BLOCK = 8;         // rows of a packed weight that are computed together
 constexpr int64_t X_ROWS = 256;      // of x at a time, so that they stay in the L2 cache
-constexpr int64_t PANEL = 16;        // rows of x at a time in float32
-constexpr int64_t L1_FLOATS = 10 * 1024;  // of these rows: more columns are multiplied in parts
+constexpr int64_t PANEL = TILE_ROWS == 6 ? 12 : 16;  // rows of x at a time in float32: whole tiles
+constexpr int64_t L1_FLOATS = (TILE_ROWS == 6 ? 8 : 10) * 1024;  // of these rows: more columns are multiplied in parts
 constexpr int64_t L2_FLOATS = 64 * 1024;  // of the weight at a time
 constexpr int64_t MAX_AHEAD = 8 * 1024;   // floats that are read ahead; 4 rows of 8,960 are too many
 
@@ -165,6 +166,9 @@ struct Format {
     }
 
     static void multiply(const PackedWeight& weight, const QuantizedRows& x, int64_t count, Output out) {
+#if LS_AMX
+        if (count >= TILE) return multiply_tiles(weight, x, count, out);
+#endif
         int64_t blocks = (weight.rows + BLOCK - 1) / BLOCK;
         parallel_for(blocks, grain_of(blocks, BLOCK * x.columns * count), [&](int64_t begin, int64_t end) {
             for (int64_t some = 0; some < count; some += X_ROWS) {
@@ -185,6 +189,116 @@ struct Format {
             }
         });
     }
+
+#if LS_AMX
+
+    // Two blocks of the weight: 16 rows as the right operands of tiles, with their scales and minima.
+    struct Operands {
+        std::vector<uint8_t> codes;       // [group, quad of columns, row, 4]
+        std::vector<float> scales, least;  // [group, part, row]
+
+        void fill(const PackedWeight& weight, int64_t groups, int64_t pair) {
+            codes.assign(groups * 2 * BLOCK * GROUP, 0);
+            scales.assign(groups * SCALES * TILE, 0);
+            least.assign(groups * SCALES * TILE, 0);
+            for (int64_t half = 0; half < 2 && (2 * pair + half) * BLOCK < weight.rows; half++) {
+                const uint8_t* block = weight.data + (2 * pair + half) * groups * BYTES;
+                for (int64_t g = 0; g < groups; g++, block += BYTES) fill_group(block, g, half);
+            }
+        }
+
+        void fill_group(const uint8_t* block, int64_t g, int64_t half) {
+            const Scale* from = reinterpret_cast<const Scale*>(block);
+            for (int part = 0; part < SCALES; part++) {
+                F8 scale = load(from + part * BLOCK);
+                int64_t at = (g * SCALES + part) * TILE + half * BLOCK;
+                store(scales.data() + at, scale);
+                if constexpr (INT4 || HAS_MIN) store(least.data() + at, minima(from, part, scale));
+            }
+            const uint8_t* own = block + BYTES - CODE_BYTES;
+            uint8_t* to = codes.data() + g * 2 * BLOCK * GROUP + half * 4 * BLOCK;
+            for (int q = 0; q < GROUP / 4; q++, to += 4 * TILE) {
+                __m256i four_of_eight = INT4 ? unpacked(own + 16 * q)
+                                             : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(own + 32 * q));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), four_of_eight);
+            }
+        }
+    };
+
+    static void multiply_tiles(const PackedWeight& weight, const QuantizedRows& x, int64_t count, Output out) {
+        int64_t pairs = (weight.rows + TILE - 1) / TILE, whole = count / TILE * TILE;
+        parallel_for(pairs, grain_of(pairs, TILE * x.columns * count / 4), [&](int64_t begin, int64_t end) {
+            thread_local Operands operands;
+            for (int64_t pair = begin; pair < end; pair++) {
+                operands.fill(weight, x.groups, pair);
+                Tiles<SCALED> tiles;
+                for (int64_t first = 0; first < whole; first += TILE) write_tile(operands, x, pair * TILE, first, out);
+                for (int64_t row = pair * TILE; row < std::min((pair + 1) * TILE, weight.rows); row += BLOCK)
+                    write_rows(weight.data + row / BLOCK * x.groups * BYTES, row, x, whole, count, out);
+            }
+        });
+    }
+
+    // 16 rows of the weight times 16 rows of x. The sums have the order of `tile`.
+    static void write_tile(const Operands& operands, const QuantizedRows& x, int64_t row, int64_t first, Output out) {
+        __m512 totals[TILE];
+        LS_UNROLL_16
+        for (int m = 0; m < TILE; m++) totals[m] = _mm512_setzero_ps();
+        const int8_t* numbers = x.codes.data() + first * PARTS * x.columns;
+        const float* x_scales = x.scales.data() + first * x.groups;
+        const float* x_sums = (SCALES == 2 ? x.half_sums.data() : x.sums.data()) + first * x.groups * SCALES;
+        const uint8_t* codes = operands.codes.data();
+        for (int64_t i = 0; i < x.groups * SCALES; i++, numbers += SCALED, codes += SCALED * TILE) {
+            alignas(64) int32_t sums[PARTS][TILE_WORDS];
+            dot_tiles(numbers, PARTS * x.columns, x.columns, codes, sums);
+            __m512 scale = _mm512_loadu_ps(operands.scales.data() + i * TILE);
+            __m512 least = _mm512_loadu_ps(operands.least.data() + i * TILE);
+            LS_UNROLL_16
+            for (int m = 0; m < TILE; m++) {
+                __m512 product = _mm512_cvtepi32_ps(_mm512_load_si512(sums[0] + m * TILE));
+                if constexpr (PARTS == 2) {
+                    __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(sums[1] + m * TILE));
+                    product = _mm512_fmadd_ps(product, _mm512_set1_ps(128), low);
+                }
+                product = _mm512_mul_ps(product, _mm512_set1_ps(x_scales[m * x.groups + i / SCALES]));
+                totals[m] = _mm512_fmadd_ps(product, scale, totals[m]);
+                if constexpr (INT4 || HAS_MIN) {
+                    totals[m] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[m * x.groups * SCALES + i]), totals[m]);
+                }
+            }
+        }
+        __mmask16 mask = out.rows - row >= TILE ? 0xffff : (1 << (out.rows - row)) - 1;
+        float* to = out.data + first * out.rows + row;
+        for (int m = 0; m < TILE; m++, to += out.rows) {
+            if (out.bias != nullptr) totals[m] = _mm512_add_ps(totals[m], _mm512_maskz_loadu_ps(mask, out.bias + row));
+            _mm512_mask_storeu_ps(to, mask, totals[m]);
+        }
+    }
+
+    static void dot_tiles(const int8_t* numbers, int64_t stride, int64_t to_low, const uint8_t* codes,
+                          int32_t (&sums)[PARTS][TILE_WORDS]) {
+        _tile_loadd(6, codes, 64);
+        _tile_zero(0);
+        _tile_loadd(4, numbers, stride);
+        if constexpr (INT4) {
+            _tile_dpbsud(0, 4, 6);
+        } else {
+            _tile_dpbssd(0, 4, 6);
+        }
+        _tile_stored(0, sums[0], 64);
+        if constexpr (PARTS == 2) {
+            _tile_zero(1);
+            _tile_loadd(5, numbers + to_low, stride);
+            if constexpr (INT4) {
+                _tile_dpbsud(1, 5, 6);
+            } else {
+                _tile_dpbssd(1, 5, 6);
+            }
+            _tile_stored(1, sums[1], 64);
+        }
+    }
+
+#endif
 
     static void write_rows(const uint8_t* block, int64_t row, const QuantizedRows& x, int64_t first, int64_t stop,
                            const Output& out) {

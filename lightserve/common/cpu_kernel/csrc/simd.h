@@ -16,7 +16,7 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define LS_AVX512_VNNI 1
 #endif
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
 #define LS_AMX 1
 #endif
 #endif
@@ -416,7 +416,7 @@ struct Lanes {
     __m512 v;
 };
 constexpr int64_t LANES = 16;
-constexpr int TILE_ROWS = 4;
+constexpr int TILE_ROWS = 6;
 inline Lanes no_lanes() { return {_mm512_setzero_ps()}; }
 inline Lanes load_lanes(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Lanes load_lanes(const Bf16* p) {
@@ -425,10 +425,19 @@ inline Lanes load_lanes(const Bf16* p) {
 }
 inline void store_lanes(float* p, Lanes x) { _mm512_storeu_ps(p, x.v); }
 inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {_mm512_fmadd_ps(x.v, y.v, sum.v)}; }
-inline __m128 folded(Lanes x) {
-    __m256 low = _mm512_castps512_ps256(x.v), high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1));
-    __m256 both = _mm256_add_ps(low, high);
-    return _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+// Sums of four columns, still in four quarters.
+inline __m512 quarters(Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
+    __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(x0.v, x1.v), _mm512_unpackhi_ps(x0.v, x1.v));
+    __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(x2.v, x3.v), _mm512_unpackhi_ps(x2.v, x3.v));
+    __m512d first = _mm512_castps_pd(low), second = _mm512_castps_pd(high);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+}
+inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
+    __m512 x = quarters(x0, x1, x2, x3);
+    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(x),
+                                  _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
 }
 
 #elif LS_AVX2
@@ -447,6 +456,10 @@ inline Lanes load_lanes(const Bf16* p) {
 inline void store_lanes(float* p, Lanes x) { _mm256_storeu_ps(p, x.v); }
 inline Lanes fma(Lanes x, Lanes y, Lanes sum) { return {_mm256_fmadd_ps(x.v, y.v, sum.v)}; }
 inline __m128 folded(Lanes x) { return _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)); }
+inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
+    __m128 low = _mm_hadd_ps(folded(x0), folded(x1)), high = _mm_hadd_ps(folded(x2), folded(x3));
+    _mm_storeu_ps(p, _mm_hadd_ps(low, high));
+}
 
 #else
 
@@ -467,15 +480,6 @@ inline void store_lanes(float* p, Lanes x) { store(p, x); }
 inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
     const Lanes all_four[] = {x0, x1, x2, x3};
     for (int i = 0; i < 4; i++) p[i] = sum(all_four[i]);
-}
-
-#endif
-
-#if LS_AVX2
-
-inline void store_sums(float* p, Lanes x0, Lanes x1, Lanes x2, Lanes x3) {
-    __m128 low = _mm_hadd_ps(folded(x0), folded(x1)), high = _mm_hadd_ps(folded(x2), folded(x3));
-    _mm_storeu_ps(p, _mm_hadd_ps(low, high));
 }
 
 #endif
