@@ -175,7 +175,7 @@ def _use_tiles(decode: list[int] | None, prompt: list[int] | None) -> None:
     if decode is not None:
         block_h, *others = decode
         config = latent_token_attention.Config(block_h, *others)
-        latent_token_attention.config_of = lambda dtype, sizes: config
+        latent_token_attention.config_of = lambda dtype, sizes, has_codes=False: config
     if prompt is not None:
         tiling = latent_context_attention.Tiling(*prompt)
         latent_context_attention.tiling_of = lambda element_bytes, sizes: tiling
