@@ -36,6 +36,7 @@ BASELINE = "bf16"
 
 Weight = Tensor | QuantizedWeight
 Product = Callable[[Tensor, Weight], object]
+MakeWeight = Callable[[tuple[int, int], InputFactory], QuantizedWeight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,19 @@ def zero_point_weight(shape: tuple[int, int], factory: InputFactory) -> Quantize
     return replace(weight, offsets=(8 - zeros) * weight.scales, has_zero_points=True)
 
 
+def as_served(usual: MakeWeight, shape: tuple[int, int], factory: InputFactory) -> QuantizedWeight:
+    """In the layout that the backend has for it."""
+    weight = usual(shape, factory)
+    return stored(weight, ops.empty_packed(weight, factory.device))
+
+
+def stored(weight: QuantizedWeight, packed: QuantizedWeight | None) -> QuantizedWeight:
+    if packed is None:
+        return weight
+    packed.store_(weight)
+    return packed
+
+
 # by name: kind, group, has offsets, how inputs are rounded
 KINDS: dict[str, tuple[type[QuantizedWeight], int | None, bool, InputQuant]] = {
     "int4": (ops.Int4Weight, 128, False, InputQuant.NONE),
@@ -101,17 +115,18 @@ def op_kernels() -> Iterator[Kernel]:
     """The ops as they are served."""
     yield Kernel(BASELINE, lambda shape, factory: factory.randn(*shape), _op)
     for name, settings in KINDS.items():
-        yield Kernel(f"op:{name}", partial(random_weight, *settings), _op)
-    yield Kernel("op:int4-zero-points", zero_point_weight, _op)
+        yield Kernel(f"op:{name}", partial(as_served, partial(random_weight, *settings)), _op)
+    yield Kernel("op:int4-zero-points", partial(as_served, zero_point_weight), _op)
     yield Kernel("op:codebook4", codebook_weight, _op)
 
 
 def int4_kernels(is_sweep: bool) -> Iterator[Kernel]:
     """The ways to compute linear_int4; with a sweep, also with other tiles."""
     from lightserve.common.triton_kernel.linear import _int4_tiles as tiles, dequantize, linear_int4 as few
+    from lightserve.common.triton_kernel.linear._tiled_int4 import empty_tiled
 
     few_configs = [few.WIDE, few.NARROW, few.DEEP]
-    tile_configs = [*tiles.WIDE.values(), *tiles.NARROW.values()]
+    tile_configs = []
     if is_sweep:
         settings = product((16, 32), (4, 8), (1, 2, 4), (3, 4), (1, 2, 4))
         few_configs = [few.Config(*values) for values in settings]
@@ -125,9 +140,14 @@ def int4_kernels(is_sweep: bool) -> Iterator[Kernel]:
         for config in few_configs:
             label = f"{name}:few:{_label(config)}"
             yield Kernel(label, weight, lambda x, w, c=config: few.multiply(x, w, None, c), 64)  # type: ignore[misc]
+
+        def in_tiles(shape: tuple[int, int], factory: InputFactory, usual: MakeWeight = weight) -> QuantizedWeight:
+            return stored(usual(shape, factory), empty_tiled(usual(shape, factory), factory.device))
+
+        yield Kernel(f"{name}:tiles", in_tiles, lambda x, w: tiles.multiply(x, w, None, tiles.config_of(x, w)), 256)  # type: ignore[arg-type]
         for tile in tile_configs:
             label = f"{name}:tiles:{_label(tile)}"
-            yield Kernel(label, weight, lambda x, w, c=tile: tiles.multiply(x, w, None, c), 512)  # type: ignore[misc]
+            yield Kernel(label, in_tiles, lambda x, w, c=tile: tiles.multiply(x, w, None, c), 512)  # type: ignore[misc]
         yield Kernel(f"{name}:dequantize", weight, lambda x, w: dequantize.linear_dequantized(x, w, None))  # type: ignore[arg-type]
 
 

@@ -13,7 +13,8 @@ from lightserve.common import ops
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device.profile import H200
 from lightserve.common.triton_kernel import _gpu
-from lightserve.common.triton_kernel.linear import norm_linear
+from lightserve.common.triton_kernel.linear import _tiled_int4, norm_linear
+from test.models import test_packed_formats as packed_formats
 from test.models.architectures.case import build
 from test.models.architectures.hybrid import CASES
 from test.models.session import Session
@@ -90,3 +91,19 @@ def test_kernels_of_recurrent_layers_give_the_logits_of_transformers(name: str) 
 
     assert_same(mixed, hf_logits(tiny.hf, [PROMPTS[0], [*PROMPTS[1], 9]]))
     assert_same(decode, hf_logits(tiny.hf, [[*PROMPTS[0], 7], [*PROMPTS[1], 9, 8]]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.skipif(ON_GPU, reason="test_parity.py runs the kernels there")
+def test_tiles_of_a_gptq_checkpoint_give_the_logits_of_the_dequantised_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU for which kernels may hold assembly."""
+    monkeypatch.setattr(_tiled_int4, "uses_asm", lambda: True)
+    hf, case = packed_formats.build_hf(), packed_formats.CASES["gptq-v2"]
+    model = packed_formats.build(hf, case, packed_formats.pack(hf, case))
+
+    ours = packed_formats.logits_of(model)
+
+    assert isinstance(model.layer_weights[0].o_proj.method.weight, _tiled_int4.TiledInt4Weight)
+    ops.use_backend(ops.REFERENCE)
+    packed_formats.assert_same(ours, packed_formats.logits_of(build_ours(hf)))

@@ -43,6 +43,7 @@ from lightserve.common.triton_kernel.linear import (
     _int4_tiles,
     _scaled_products,
     _weight_only_linear,
+    dequantize,
     linear,
     linear_int4,
     norm_linear,
@@ -67,7 +68,7 @@ from test.ops.cases import (
     with_alibi,
     with_options,
 )
-from test.ops.quantized import CODES, empty_cache, empty_latents, quantized, quantized_latents
+from test.ops.quantized import CODES, empty_cache, empty_latents, quantized, quantized_latents, tiled
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = {  # ARGS holds 64
@@ -183,8 +184,10 @@ def compile_each_kernel(dtype: torch.dtype) -> None:
     compile_linear(dtype)
     compile_norm_linear(dtype)
     compile_lora_linear(dtype)
+    compile_tiles(dtype)
     weight = int4_weight(128, 8192, 128, "cpu")
-    _int4_tiles.multiply(torch.ones(1, 8192, dtype=dtype), weight, None, next(iter(_int4_tiles.NARROW.values())))
+    x = torch.ones(32, 8192, dtype=dtype)
+    _int4_tiles.multiply(x, weight, None, _int4_tiles.config_of(x, weight))
     compile_pairs(dtype, experts_params(32, 2048, 768, dtype, "cpu"))
     compile_quantized_experts(dtype, QUANTIZED_EXPERTS[:1])
     _weight_only_linear.dequantize(eight_bit_weight(128, 2048, torch.int8, "cpu"), dtype)
@@ -335,9 +338,23 @@ def compile_linear_int4(dtype: torch.dtype) -> None:
     few_rows, is_wide = torch.ones(8, 2048, dtype=dtype), dtype == torch.float32
     for config in (linear_int4.WIDE, linear_int4.NARROW):
         linear_int4.multiply(few_rows, zero_points, None, linear_int4.FLOAT32 if is_wide else config)
-    for tile in {*_int4_tiles.WIDE.values(), *_int4_tiles.NARROW.values(), _int4_tiles.INVARIANT}:
-        x, own = torch.ones(tile.block_m, 2048, dtype=dtype), replace(_int4_tiles.FLOAT32, splits=tile.splits)
-        _int4_tiles.multiply(x, weight, None, own if is_wide else tile)
+    weights: list[ops.Int4Weight] = [weight]
+    if ops.active_traits().has_inline_ptx:  # others keep the usual layout
+        weights.append(tiled(zero_points))
+    for rows in _int4_tiles.TILINGS:
+        x = torch.ones(rows, 2048, dtype=dtype)
+        for each in weights:
+            own = _int4_tiles.config_of(x, each)
+            _int4_tiles.multiply(x, each, None, own)
+            if not is_wide:
+                _int4_tiles.multiply(x, each, None, replace(own, block_n=_int4_tiles.WIDE, splits=1))
+    _int4_tiles.multiply(x, weight, None, _int4_tiles.invariant_config(dtype))
+    compile_tiles(dtype)
+
+
+def compile_tiles(dtype: torch.dtype) -> None:
+    weight = tiled(int4_weight(128, 2048, 128, "cpu", has_offsets=True))
+    dequantize.dequantize(weight, torch.empty(weight.shape, dtype=dtype))
 
 
 def compile_norm_linear(dtype: torch.dtype) -> None:

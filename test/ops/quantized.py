@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel.linear._tiled_int4 import TiledInt4Weight, empty_tiled
 from test.ops.cases import NAN
 
 FLOAT8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -53,3 +54,10 @@ def quantized_latents(cache: Tensor, rank: int, codes: torch.dtype) -> ops.Quant
     is_written = ~cache.isnan().flatten(1).any(1)
     found.write(cache[is_written, 0], is_written.nonzero()[:, 0])
     return found
+
+
+def tiled(weight: ops.Int4Weight) -> TiledInt4Weight:
+    tiles = empty_tiled(weight, weight.device)
+    assert tiles is not None
+    tiles.store_(weight)
+    return tiles

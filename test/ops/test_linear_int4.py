@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel.linear import _int4_tiles, dequantize, linear_int4
+from lightserve.common.triton_kernel.linear._tiled_int4 import TiledInt4Weight, empty_tiled
 from test.ops.cases import (
     TOLERANCE,
     assert_close,
@@ -23,8 +26,10 @@ from test.ops.cases import (
     strided,
     wide,
 )
+from test.ops.quantized import tiled
 
 WITH_TABLES = {"linear_codebook4": codebook4_weight, "linear_mxfp4": mxfp4_weight}
+int4_weight_with_offsets = partial(int4_weight, has_offsets=True)
 MEAN = 1 / 4  # of the inputs: offsets of groups must show
 
 
@@ -77,10 +82,23 @@ def test_programs_may_share_the_inputs(splits: int, has_bias: bool) -> None:
     expected = x @ weight.dequantize().T + (0 if bias is None else bias)
 
     few = linear_int4.multiply(x, weight, bias, replace(linear_int4.FLOAT32, splits=splits))
-    tiles = _int4_tiles.multiply(x, weight, bias, replace(_int4_tiles.FLOAT32, splits=splits))
 
     assert_close(few, expected, torch.float32)
-    assert_close(tiles, expected, torch.float32)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 9])
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_the_last_program_of_a_tile_adds_the_sums_of_all(splits: int, is_tiled: bool) -> None:
+    x = randn(40, 5 * 64, device=device_of("triton"))
+    weight = int4_weight(48, 5 * 64, 64, device_of("triton"), has_offsets=True)
+    bias = randn(48, device=device_of("triton"), seed=2)
+    split = replace(_int4_tiles.FLOAT32, splits=splits)
+
+    shared = tiled(weight) if is_tiled else weight
+    products = [_int4_tiles.multiply(x, shared, bias, split) for _ in range(2)]
+
+    assert_close(products[0], x @ weight.dequantize().T + bias, torch.float32)
+    assert torch.equal(*products), "no count is left of the first product"
 
 
 @pytest.mark.parametrize("config", [linear_int4.NARROW, linear_int4.WIDE], ids=["narrow", "wide"])
@@ -154,3 +172,38 @@ def test_a_row_is_the_same_in_every_batch(name: str) -> None:
     alone = torch.cat([linear(x[row : row + 1], weight) for row in (0, 1, 69)])
 
     assert torch.equal(alone, linear(x, weight)[[0, 1, 69]])
+
+
+@each_backend_and_dtype(ops.linear_int4)
+@pytest.mark.parametrize("rows", [1, 40, 260])
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("make", [int4_weight, int4_weight_with_offsets, int4_weight_with_zero_points])
+def test_tiles_of_a_weight_have_its_product(
+    backend: str, dtype: torch.dtype, rows: int, group: int, make: Callable[..., ops.Int4Weight]
+) -> None:
+    x = randn(rows, 256, dtype=dtype, device=device_of(backend)) + MEAN
+    weight = make(48, 256, group, device_of(backend))
+
+    out = ops.linear_int4.impls[backend](x, tiled(weight))
+
+    by = 2 * TOLERANCE[dtype]["rtol"]
+    torch.testing.assert_close(out.float(), wide(x) @ weight.dequantize().T, rtol=by, atol=by)
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_tiles_hold_the_weight(group: int) -> None:
+    weight = int4_weight(48, 256, group, "cpu", has_offsets=True)
+    numbers = torch.tensor([47, 0, 17])
+
+    tiles = tiled(weight)
+
+    assert torch.equal(tiles.dequantize(), weight.dequantize())
+    assert isinstance(tiles.rows(slice(16, 48)), TiledInt4Weight)
+    for rows in (slice(16, 48), slice(3, 20), numbers):
+        assert torch.equal(tiles.rows(rows).dequantize(), weight.rows(rows).dequantize())
+    assert torch.equal(tiles.columns(slice(128, 256)).dequantize(), weight.columns(slice(128, 256)).dequantize())
+
+
+def test_a_weight_that_is_no_whole_number_of_tiles_keeps_its_layout() -> None:
+    for shape, group in (((40, 256), 128), ((48, 64), 32)):
+        assert empty_tiled(int4_weight(*shape, group, "cpu"), torch.device("cpu")) is None

@@ -1,6 +1,6 @@
 """Matmul with 4-bit weights that are dequantised to a scratch buffer first, for many rows.
 
-The buffer holds some of the output rows at a time. That bounds its memory, and for fewer rows it stays in the L2 cache.
+The buffer holds some of the output rows at a time, which bounds its memory.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel.experts._dequantize import MXFP4, nibble_values, power_of_2
 from lightserve.common.triton_kernel.linear._int4 import scaled_int4, uses_asm
+from lightserve.common.triton_kernel.linear._tiled_int4 import (
+    ROWS_OF_TILE,
+    TILE_ROWS,
+    TiledInt4Weight,
+    groups_of_tiles,
+)
 
-SCRATCH_BYTES = 32 * 2**20  # not measured: the L2 cache of an H200 has 50 MB
-# Steps of so many rows are not captured as graphs. With small parts, Python took longer to launch them (50 ms for 2,048
-# rows of Llama-3-8B) than an H200 to compute them (45 ms).
-MANY_ROWS, MANY_ROWS_SCRATCH_BYTES = 1024, 256 * 2**20
+# Parts that stay in the L2 cache are no faster: 32 MiB take 382 us of 896 rows of [28672, 4096] on an H200, where one
+# part of 256 MiB takes 365, and 182 us of 256 rows instead of 174.
+SCRATCH_BYTES = 256 * 2**20
 ROW_MULTIPLE = 128  # output rows of a part: cuBLAS has tiles of 128
 # Of the codes in a program. An H200 dequantises [28672, 4096] in 82 us; with 4 rows of 512 bytes in 93 us.
 BLOCK_N, BLOCK_BYTES = 1, 2048
+
+TILE_GROUPS = 1  # of a row of tiles in a program: [28672, 4096] takes 86 us, with 4 of them 91
 
 PackedWeight = Int4Weight | Codebook4Weight | Mxfp4Weight
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], object]  # of x, weight and bias, to a part of the output
@@ -69,6 +76,42 @@ def _dequantize_packed_kernel(
     out_ptrs = out_ptr + (out_rows * out_row_stride + groups * (2 * HALF))[:, :, None] + places
     tl.store(out_ptrs, low, mask=mask)
     tl.store(out_ptrs + HALF, high, mask=mask)
+
+
+@triton.jit
+def _dequantize_tiles_kernel(
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    out_ptr,
+    num_groups,
+    scales_row_stride,
+    scales_group_stride,
+    out_row_stride,
+    USE_ASM: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Some groups of a row of tiles: see ``_tiled_int4.py``."""
+    tile = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    is_group = groups < num_groups
+    bytes_of_tile = tl.arange(0, ROWS_OF_TILE * HALF)[None, :]
+    codes_ptrs = codes_ptr + (tile * num_groups + groups)[:, None] * (ROWS_OF_TILE * HALF) + bytes_of_tile
+    codes = tl.load(codes_ptrs, mask=is_group[:, None], other=0)[:, None, :]
+    codes = groups_of_tiles(codes, GROUPS, ROWS_OF_TILE, HALF).permute(1, 0, 2)
+    rows = tile * ROWS_OF_TILE + tl.arange(0, ROWS_OF_TILE)
+    scale_places = rows[:, None] * scales_row_stride + groups[None, :] * scales_group_stride
+    scales = tl.load(scales_ptr + scale_places, mask=is_group[None, :], other=0.0)
+    offsets = tl.zeros([ROWS_OF_TILE, GROUPS], tl.float32)
+    if offsets_ptr is not None:
+        offsets = tl.load(offsets_ptr + scale_places, mask=is_group[None, :], other=0.0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    low, high = scaled_int4(codes, scales[:, :, None], offsets[:, :, None], dtype, USE_ASM)
+    out_ptrs = out_ptr + (rows[:, None] * out_row_stride + groups[None, :] * (2 * HALF))[:, :, None]
+    out_ptrs += tl.arange(0, HALF)[None, None, :]
+    tl.store(out_ptrs, low, mask=is_group[None, :, None])
+    tl.store(out_ptrs + HALF, high, mask=is_group[None, :, None])
 
 
 @triton.jit
@@ -117,6 +160,21 @@ def dequantize(weight: PackedWeight, out: Tensor) -> Tensor:
         )
         return out
     num_groups = weight.scales.shape[1]
+    if isinstance(weight, TiledInt4Weight):
+        groups = min(TILE_GROUPS, next_power_of_2(num_groups))
+        _dequantize_tiles_kernel[(out_size // TILE_ROWS, cdiv(num_groups, groups))](
+            weight.codes,
+            weight.scales,
+            weight.offsets,
+            out,
+            num_groups,
+            *weight.scales.stride(),
+            out.stride(0),
+            USE_ASM=uses_asm(out.dtype),
+            HALF=half,
+            GROUPS=groups,
+        )
+        return out
     groups = min(BLOCK_BYTES // half, next_power_of_2(num_groups))
     _dequantize_packed_kernel[(cdiv(out_size, BLOCK_N), cdiv(num_groups, groups))](
         weight.codes,
@@ -146,7 +204,7 @@ def linear_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, pro
     """``x @ weight.T + bias`` for ``x`` ``[..., in]``. Each call allocates its buffer: CUDA graphs share one pool."""
     rows, (out_size, in_size) = x.reshape(-1, x.shape[-1]), weight.shape
     out = x.new_empty((len(rows), out_size))
-    part_rows = rows_of_part(in_size, x.element_size(), len(rows))
+    part_rows = rows_of_part(in_size, x.element_size())
     scratch = x.new_empty((min(part_rows, out_size), in_size))
     for begin in range(0, out_size if len(rows) else 0, part_rows):
         outputs = slice(begin, min(begin + part_rows, out_size))
@@ -155,10 +213,9 @@ def linear_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, pro
     return out.view(*x.shape[:-1], out_size)
 
 
-def rows_of_part(in_size: int, element_size: int, rows: int) -> int:
-    """Output rows whose weights fill the buffer, for a product with ``rows`` rows."""
-    num_bytes = MANY_ROWS_SCRATCH_BYTES if rows > MANY_ROWS else SCRATCH_BYTES
-    return max(num_bytes // (in_size * element_size) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+def rows_of_part(in_size: int, element_size: int) -> int:
+    """Output rows whose weights fill the buffer."""
+    return max(SCRATCH_BYTES // (in_size * element_size) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
 @ops.linear_codebook4.impl("triton")

@@ -5,7 +5,7 @@ program loads several groups of each row as one tile ``[groups, rows, bytes]`` w
 them by a batched ``tl.dot``. Zero points are subtracted while codes are unpacked, which costs nothing, and scales are
 applied to the product of each group. Offsets that are no zero points are added to each weight, after its scale. For
 narrow weights the inputs are split over several programs, whose sums a second kernel adds in order.
-Up to MAX_TILE_ROWS rows, ``_int4_tiles`` computes the product, and above the weight is dequantised.
+More rows, and all of weights in tiles, are the work of ``_int4_tiles``; of many rows the weight is dequantised.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from lightserve.common.triton_kernel._gpu import stages_that_fit
 from lightserve.common.triton_kernel.linear import _int4_tiles
 from lightserve.common.triton_kernel.linear._int4 import scaled_int4, unpack_int4, uses_asm
 from lightserve.common.triton_kernel.linear._split_sums import add_sums, new_sums
+from lightserve.common.triton_kernel.linear._tiled_int4 import TiledInt4Weight
 from lightserve.common.triton_kernel.linear.dequantize import linear_dequantized
 
 MIN_ROWS = 8  # of the input in one multiply instruction
 MIN_HALF = 16  # bytes of a group: the shortest sum that tl.dot takes
 MAX_ROWS = 16
-MAX_TILE_ROWS = 128
+MAX_USUAL_ROWS = 128  # of weights that are not in tiles, without dequantising
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +170,15 @@ def multiply(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None, config: Con
 
 @ops.linear_int4.impl("triton")
 def linear_int4(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None = None) -> Tensor:
-    check_last_contiguous("linear_int4", x=x, codes=weight.codes, scales=weight.scales)
+    check_last_contiguous("linear_int4", x=x, codes=weight.codes)
     rows = x.reshape(-1, x.shape[-1])
-    if not 0 < len(rows) <= MAX_TILE_ROWS or weight.group_size // 2 < MIN_HALF:
+    most_rows = _int4_tiles.MAX_ROWS if isinstance(weight, TiledInt4Weight) else MAX_USUAL_ROWS
+    if not 0 < len(rows) <= most_rows or weight.group_size // 2 < MIN_HALF:
         return linear_dequantized(x, weight, bias)
     return _few_rows(rows, weight, bias).view(*x.shape[:-1], weight.shape[-2])
 
 
 def _few_rows(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None) -> Tensor:
-    if len(x) <= MAX_ROWS:
+    if len(x) <= MAX_ROWS and not isinstance(weight, TiledInt4Weight):
         return multiply(x, weight, bias, config_of(x, weight))
     return _int4_tiles.multiply(x, weight, bias, _int4_tiles.config_of(x, weight))
