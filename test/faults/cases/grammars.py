@@ -13,7 +13,6 @@ from test.faults.reactions import Reaction, same_text, streams_continue
 from test.text.grammar.test_lark_rules import rules
 from test.text.json_schema.hostile import chain_of_branches, chain_of_objects
 
-FLAGS = (*STEP, "--tool_call_parser", "qwen3_coder")
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 ITSELF = {"$ref": "#/$defs/x"}
@@ -69,7 +68,7 @@ def gets(status: int) -> Reaction:
 
 
 def _case(name: str, fault: Fault, status: int, is_long: bool = False) -> Case:
-    return Case(name, fault, gets(status), STREAMING, flags=FLAGS, within_s=30.0, is_long=is_long)
+    return Case(name, fault, gets(status), STREAMING, flags=STEP, within_s=30.0, is_long=is_long)
 
 
 STRICT_TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": BRANCHES_TO_ITSELF}}

@@ -10,7 +10,7 @@ from lightserve.httpserver.tracing.exporter import has_otlp
 from test.api.hostile_bodies import HOSTILE, send
 from test.api.test_faults import CHAT, GET, HI, POST, Client, http_request, leave
 from test.faults.case import Case
-from test.faults.cases.observability import COLLECTOR
+from test.faults.cases.observability import FLAGS as TRACED
 from test.faults.cases.pooling import EMBED
 from test.faults.harness import STREAMING, FaultContext
 from test.faults.reactions import STREAMS_CONTINUE, Reaction, responds
@@ -120,7 +120,12 @@ CASES = [
 if has_otlp():
     CASES.append(
         Case(
-            "a flood of routes, with traces", flood_routes, responds(404), is_long=True, flags=COLLECTOR, within_s=60.0
+            "a flood of routes, with traces",
+            flood_routes,
+            responds(404),
+            is_long=True,
+            flags=TRACED,
+            within_s=60.0,
         )
     )
 START_CASES = [

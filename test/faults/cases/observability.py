@@ -22,8 +22,8 @@ START, STOP = "/start_profile", "/stop_profile"
 FOLDER = Path(tempfile.gettempdir()) / f"ls-faults-profiles-{os.getpid()}"  # tests may run in several processes
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 NO_COLLECTOR = "http://127.0.0.1:1"  # nobody listens on this port
-COLLECTOR = ("--null_step_ms", "5", "--otlp_endpoint", NO_COLLECTOR)
-PROFILES = ("--null_step_ms", "5", "--profile_dir", str(FOLDER))
+TRACES = ("--otlp_endpoint", NO_COLLECTOR) if has_otlp() else ()
+FLAGS = ("--null_step_ms", "5", "--profile_dir", str(FOLDER), *TRACES)
 SMALL_FOLDER = ("unshare", "--mount", "sh", "-c")
 MOUNT = 'mkdir -p "$0" && mount -t tmpfs -o size=64k none "$0" && exec "$@"'
 
@@ -105,15 +105,15 @@ def can_mount() -> bool:
 
 
 CASES = [
-    Case("a profile is started and stopped twice", start_twice, responds(409), flags=PROFILES),
-    Case("a profile of streams", profile_under_load, STREAMS_CONTINUE, during=STREAMING, flags=PROFILES, is_long=True),
-    Case("the profile folder becomes a file", replace_folder_by_a_file, responds(500), flags=PROFILES),
+    Case("a profile is started and stopped twice", start_twice, responds(409), flags=FLAGS),
+    Case("a profile of streams", profile_under_load, STREAMS_CONTINUE, during=STREAMING, flags=FLAGS, is_long=True),
+    Case("the profile folder becomes a file", replace_folder_by_a_file, responds(500), flags=FLAGS),
     Case(
         "kill -9 ls-worker during a profile",
         kill_the_profiled_worker,
         Reaction("streams go on; the profile says what is missing", _continues_and_says_what_is_missing, same_text),
         during=STREAMING,
-        flags=PROFILES,
+        flags=FLAGS,
         restarts=1,
         is_long=True,
     ),
@@ -125,7 +125,7 @@ if has_otlp():
             serve_without_a_collector,
             Reaction("streams go on; dropped spans are counted", _spans_dropped, same_text),
             during=STREAMING,
-            flags=COLLECTOR,
+            flags=FLAGS,
             within_s=20.0,
         )
     )

@@ -11,7 +11,7 @@ from test.faults.harness import STREAMING, FaultContext
 from test.faults.in_flight import InFlight
 from test.faults.reactions import ends, responds
 
-FLAGS = ("--task", "embed", *STEP)
+FLAGS = ("--task", "embed", "--null_step_ms", "20")
 EMBED = "/v1/embeddings"
 BODY = {"input": [[20 + i, 30] for i in range(600)], "dimensions": 2}
 WRONG_KIND: dict[str, Any] = {

@@ -27,7 +27,8 @@ Fault = Callable[[FaultContext], None]
 
 FAILING_SERVER = "test.faults.failing_server"
 HANGING_SERVER = "test.faults.hanging_server"
-STEP = ("--null_step_ms", "20")  # slow enough for a fault in the middle of a step
+# Slow enough for a fault in the middle of a step. The cases of grammars call tools on the same server.
+STEP = ("--null_step_ms", "20", "--tool_call_parser", "qwen3_coder")
 ROLES = {"ls-router": "router", "ls-detokenizer": "detokenizer"}  # the server ends with them
 CHANNELS = {"router": "router", "detokenization": "detokenizer"}
 HTTP_IS_BACK = "a new HTTP process is ready"
