@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from lightserve.messages.step import Step, StepResult
 from lightserve.router.kv.tiers.tiers import KvTiers
 from lightserve.worker.rpc import GetResult
 from test.api.server import running_server
+from test.api.test_ep import save_expert_model
+from test.hybrid_model import save_hybrid_model
 from test.lora_files import write_adapter
 from test.offline.test_ranks import workers_of_this_process
+from test.worker.kv.test_windowed_pool import prompt as windowed_prompt, save_model as save_windowed_model
 
 pytestmark = pytest.mark.slow
 
@@ -201,3 +204,60 @@ def test_tasks_of_an_event_loop_wait_for_loads(folder: str, alone: LLM) -> None:
             return rounds
 
     assert asyncio.run(generated()) == [expected] * 3
+
+
+@pytest.mark.tp
+@pytest.mark.long
+def test_both_attention_groups_load_their_prompts(tmp_path: Path) -> None:
+    """Each pool holds five of these prompts."""
+    folder = save_expert_model(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "data_type": "float32", "max_total_token_num": 1100}
+    prompts = [[(5 + number + 7 * i) % 131 for i in range(200)] for number in range(14)]
+    parameters: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with LLM(folder, **options) as plain:
+        expected = [one.token_ids for one in plain.generate(prompts, **parameters)]
+
+    with LLM(folder, tp=2, ep=2, enable_dp_attention=True, **options, **RAM) as llm:
+        for _ in range(20):  # a load may be late
+            assert [one.token_ids for one in llm.generate(prompts, **parameters)] == expected
+            if all(tiers.num_loaded for tiers in tiers_of(llm)):
+                return
+    raise AssertionError("a group has loaded nothing")
+
+
+def windowed(folder: Path) -> tuple[str, dict[str, Any]]:
+    return save_windowed_model("gemma3_text", folder), {"max_windowed_token_num": 400}
+
+
+def recurrent(folder: Path) -> tuple[str, dict[str, Any]]:
+    return save_hybrid_model(folder)[0], {"max_state_rows": 12}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make_model", [windowed, recurrent])
+def test_windows_and_states_come_back_from_a_disk(
+    make_model: Callable[[Path], tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, pools = make_model(tmp_path)
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "data_type": "float32",
+        "max_total_token_num": 1024,
+        "max_req_total_len": 600,
+        **pools,
+    }
+    tiers: dict[str, Any] = {"kv_ram_gb": 0.02, "kv_disk_gb": 0.1, "kv_disk_dir": str(tmp_path / "kv")}
+    prompts = [windowed_prompt(250, seed=seed) for seed in range(6)]
+    parameters: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with LLM(folder, **options) as plain:
+        expected = [one.token_ids for one in plain.generate(prompts, **parameters)]
+    with LLM(folder, **options, **tiers) as llm:
+        for _ in range(3):
+            assert [one.token_ids for one in llm.generate(prompts, **parameters)] == expected
+
+    for _ in range(20):  # a load may be late
+        with LLM(folder, **options, **tiers) as llm:
+            assert [one.token_ids for one in llm.generate(prompts, **parameters)] == expected
+            if loaded(llm):
+                return
+    raise AssertionError("no prompt was loaded")
