@@ -128,7 +128,10 @@ def test_recurrent_layers_store_states_and_the_others_keys_and_values() -> None:
     (group,) = layout.states
     assert group.layers == (0, 1, 3)
     channels = 2 * 2 * 12 + 6 * 20
-    assert group.tensors == (StateTensor((3, channels), torch.float32), StateTensor((6, 20, 12), torch.float32))
+    assert group.tensors == (
+        StateTensor((3, channels), torch.float32),
+        StateTensor((6, 20, 12), torch.float32, is_sum=True),
+    )
     assert layout.bytes_per_state_row == 3 * 4 * (3 * channels + 6 * 20 * 12)
 
 
@@ -147,7 +150,7 @@ def test_ranks_share_the_states_by_heads() -> None:
     inputs, matrices = SIZES.state_tensors(8, torch.bfloat16)
 
     assert inputs == StateTensor((3, 2 * 16 + 32), torch.bfloat16)  # two ranks hold the same key head
-    assert matrices == StateTensor((1, 32, 16), torch.float32)
+    assert matrices == StateTensor((1, 32, 16), torch.float32, is_sum=True)
     SIZES.check_tp(8)
 
 
@@ -214,7 +217,7 @@ def test_ranks_share_the_states_of_mamba_by_heads() -> None:
     inputs, matrices = MAMBA.state_tensors(4, torch.bfloat16)
 
     assert inputs == StateTensor((3, 2 * 4 + 2 * 16), torch.bfloat16)  # two ranks hold the same group
-    assert matrices == StateTensor((2, 4, 16), torch.float32)
+    assert matrices == StateTensor((2, 4, 16), torch.float32, is_sum=True)
     MAMBA.check_tp(4)
     replace(MAMBA, norms_groups=True, has_norm=False).check_tp(4)
 
@@ -258,7 +261,10 @@ def test_latents_are_stored_by_the_layers_with_attention_only() -> None:
     assert [(group.layers, group.value_size) for group in layout.groups] == [((1, 4), 0)]
     (group,) = layout.states
     assert group.layers == (0, 2, 3)
-    assert group.tensors == (StateTensor((2, 3 * 4 * 12), torch.float32), StateTensor((4, 12, 12), torch.float32))
+    assert group.tensors == (
+        StateTensor((2, 3 * 4 * 12), torch.float32),
+        StateTensor((4, 12, 12), torch.float32, is_sum=True),
+    )
 
 
 def test_channels_that_do_not_divide_are_refused() -> None:
