@@ -205,7 +205,7 @@ class ModelWorker:
         """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
         of_model = partial(without_head, config.speculation, self.model_config)
-        running = max_running(config, self.model_config, self._platform, self._device)
+        running = max_running(config, self.model_config, self._platform, self._device, parallel)
         args = ModelArgs(
             config=self.model_config,
             dtype=activation_dtype(dtype, self.model_config),
@@ -214,7 +214,7 @@ class ModelWorker:
             parallel=parallel,
             checkpoint=of_model(with_progress(source, self.pooling)) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
-            max_reqs=parallel.min_of_engine(running, self._device),
+            max_reqs=running,
             max_req_total_len=self.max_req_total_len,
             tensor_metadata=of_model(all_metadata(source, self.pooling)) if has_weights else (),
             kv_dtype=self._kv_dtype,
