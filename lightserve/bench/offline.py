@@ -3,7 +3,7 @@
     python -m lightserve.bench.offline [--model_dir DIR] [--batches 1 8 32] [--threads 2]
     python -m lightserve.bench.offline --peer llama_cpp        # with llama-cpp-python installed, batch 1
 
-Beside transformers both compute in float32, beside llama.cpp both with the packed weights of the GGUF file.
+Beside transformers both compute in --data_type, beside llama.cpp both with the packed weights of the GGUF file.
 
 Prefill: the prompts' tokens divided by the time until every prompt has its first token. Decode: the tokens after the
 first of all prompts, divided by the time that they take: a run with them less a run of one token. Every run has fresh
@@ -122,20 +122,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new_tokens", type=int, default=33)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--data_type", choices=("float32", "bfloat16"), default="float32", help="of float weights")
     parser.add_argument("--peer", choices=("transformers", "llama_cpp", "none"), default="transformers")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     is_packed = args.peer == "llama_cpp"
-    llm = LLM(args.model_dir, device="cpu", data_type="float32", quantization="gguf" if is_packed else "none")
+    llm = LLM(args.model_dir, device="cpu", data_type=args.data_type, quantization="gguf" if is_packed else "none")
     gflops_per_token = 2e-9 * ModelCost.of(llm.worker.model).layer_params
     runs = {"lightserve": our_run(llm)}
     if args.peer == "transformers":
-        runs["transformers"] = transformers_run(load_transformers(resolve(args.model_dir)))
+        model = load_transformers(resolve(args.model_dir))
+        runs["transformers"] = transformers_run(model.to(getattr(torch, args.data_type)))
     elif is_packed:
         args.batches = [1]
         path = str(resolve(args.model_dir).path)
         runs["llama.cpp"] = llama_cpp_run(path, args.threads, args.prompt_len + args.new_tokens)
-    weights = "packed weights" if is_packed else "float32"
+    weights = "packed weights" if is_packed else args.data_type
     print(f"{weights}, {args.threads} threads, {args.prompt_len}-token prompts, {args.new_tokens} new tokens")
     print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'GFLOP/s':>8} {'decode tok/s':>13} {'ms/step':>10}")
     for batch in args.batches:
