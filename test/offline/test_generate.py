@@ -50,4 +50,4 @@ def test_help_names_every_flag_with_its_default() -> None:
 
     for flag in ("--model_dir", "--model", "--max_total_token_num", "--gpu-memory-utilization"):
         assert flag in run.stdout
-    assert "(default: 256)" in run.stdout
+    assert "(default: 0.9)" in run.stdout  # of --mem_fraction
