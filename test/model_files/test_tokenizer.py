@@ -353,9 +353,9 @@ def test_an_unknown_pre_tokenizer_is_refused_with_its_name(tmp_path: Path) -> No
 
 
 def test_an_unknown_tokenizer_model_is_refused_with_its_name(tmp_path: Path) -> None:
-    header = read_gguf_header(vocabulary_gguf(tmp_path / "v.gguf", byte_level_metadata(model="bert")))
+    header = read_gguf_header(vocabulary_gguf(tmp_path / "v.gguf", byte_level_metadata(model="rwkv")))
 
-    with pytest.raises(ModelFilesError, match=r"v.gguf: tokenizer model 'bert' is not supported"):
+    with pytest.raises(ModelFilesError, match=r"v.gguf: tokenizer model 'rwkv' is not supported"):
         tokenizer_from_gguf(header)
 
 
