@@ -27,6 +27,7 @@ WITHOUT_KV_HEADS = {name: value for name, value in SHAPE.items() if name != "num
 WITH_EPS = {**SHAPE, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
     "arcee": SHAPE,
+    "bailing_hybrid": {**WITHOUT_KV_HEADS, "num_hidden_layers": 6},  # one whole group
     "bamba": WITHOUT_KV_HEADS | {"num_attention_heads": 8, "mamba_n_heads": 8},
     "bitnet": SHAPE,
     "cohere": SHAPE,

@@ -293,7 +293,7 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"))
 
     assert (
-        "architecture 'mamba' is not supported; supported: arcee, baichuan, bailingmoe, bailingmoe2, bloom, "
+        "architecture 'mamba' is not supported; supported: afmoe, arcee, baichuan, bailingmoe, bailingmoe2, "
         in refusal(path)
     )
 
