@@ -114,6 +114,20 @@ KIMI_LINEAR = {
     "linear_num_heads": 32,
     "linear_conv_kernel_dim": 4,
 }
+AXK1 = {
+    **_LATENTS,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 64,
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 192,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+}
 LING3 = {
     **_LATENTS,
     "rms_norm_eps": 1e-6,

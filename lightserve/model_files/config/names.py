@@ -189,7 +189,7 @@ MODELS = {
     ),
     "apertus": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE}),
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
-    "axk1": ConfigNames({"qk_rope_head_dim": "head_dim"}, {"first_k_dense_replace": 1}),
+    "axk1": ConfigNames({"qk_rope_head_dim": "head_dim"}, model_defaults.AXK1),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
     "bailing_hybrid": ConfigNames(
