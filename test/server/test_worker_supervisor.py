@@ -24,7 +24,7 @@ WORKER = """
         worker = child_config.config.worker
         note(f"rank {child_config.index} of {worker.tp}, {worker.max_total_token_num} tokens")
         note(f"{worker.max_windowed_token_num} windowed tokens")
-        Path(child_config.path(f"tp")).touch(exist_ok=False) if child_config.index == 0 else None
+        Path(child_config.rendezvous_path).touch(exist_ok=False) if child_config.index == 0 else None
         if Path(__file__).with_name("broken").exists():
             raise RuntimeError("no memory is left")
         if Path(__file__).with_name("broken_once").exists():
