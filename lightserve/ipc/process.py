@@ -95,7 +95,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     @property
     def rendezvous_path(self) -> str:
         """The file in which the ranks of this machine find each other."""
-        return self.engine_path(f"tp-{self.generation}")
+        return f"{self.engine_path('tp')}.{self.generation}"
 
     def engine_path(self, name: str) -> str:
         """A path that no other engine uses."""

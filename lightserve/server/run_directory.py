@@ -13,7 +13,7 @@ from pathlib import Path
 
 MAX_BASE_LEN = 50  # characters of the parent directory's path: the whole path of a unix socket is limited to 107
 PREFIX = "lightserve-run-"
-# the ranks' rendezvous file; compiled kernels if Triton's own cache is read-only; stored responses
+# the ranks' rendezvous files; compiled kernels if Triton's own cache is read-only; stored responses
 OTHER_ENTRIES = ("tp", "triton", "responses")
 
 
@@ -49,7 +49,7 @@ def _is_run_directory(path: Path) -> bool:
 
 
 def _is_ours(entry: Path) -> bool:
-    """Entries of an engine have its number as a suffix, unless it is the first."""
+    """Entries of an engine have its number as a suffix, unless it is the first. Rendezvous files have one more."""
     return entry.is_socket() or entry.name.partition(".")[0] in OTHER_ENTRIES
 
 

@@ -42,7 +42,7 @@ def test_the_run_directory_is_short_enough_for_socket_paths(monkeypatch: pytest.
 
 def test_a_run_directory_is_removed_when_its_server_ends(base: Path) -> None:
     with run_directory() as path:
-        (Path(path) / "tp").write_text("")
+        (Path(path) / "tp.1.0").write_text("")
         assert list(base.iterdir()) == [Path(path)]
 
     assert not list(base.iterdir())
