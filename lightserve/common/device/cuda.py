@@ -19,7 +19,6 @@ from lightserve.common.device.base import (
     Device,
     Graphs,
     MemoryMapper,
-    MemoryPools,
     Out,
     Stream,
     in_host_memory,
@@ -73,7 +72,7 @@ class CudaDevice(Device):
     launches_async = True
     streams = CudaStreams()
     memory_mapper: ClassVar[MemoryMapper | None] = CudaMemoryMapper()
-    memory_pools: ClassVar[MemoryPools | None] = CudaMemoryPools()
+    memory_pools: ClassVar[CudaMemoryPools | None] = CudaMemoryPools()
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/attention/_attention.py
 
@@ -122,7 +121,8 @@ class CudaDevice(Device):
             work()
 
     def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out]:
-        return CudaGraphs(function)
+        pools = self.memory_pools
+        return CudaGraphs(function) if pools is None else CudaGraphs(function, pools.graph_pool)
 
     def as_one_launch(self, work: Callable[[], object]) -> Callable[[], object]:
         return as_one_graph(work)

@@ -23,10 +23,16 @@ class CudaGraphs(Generic[Key, Out]):
     replay: all graphs share one memory pool. Large tensors of it, as logits, have the same memory in all graphs.
     """
 
-    def __init__(self, function: Callable[[Tensor, Key], Out]) -> None:
+    def __init__(
+        self,
+        function: Callable[[Tensor, Key], Out],
+        new_pool: Callable[[], Any] = torch.cuda.graph_pool_handle,
+    ) -> None:
+        """``new_pool``: the handle of a memory pool for these graphs alone."""
         self._function = function
+        self._new_pool = new_pool
         self._captured: dict[Key, tuple[Tensor, torch.cuda.CUDAGraph, Out]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = new_pool()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._captured
@@ -52,7 +58,7 @@ class CudaGraphs(Generic[Key, Out]):
     def clear(self) -> None:
         """Free the memory of all graphs, too."""
         self._captured.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._new_pool()
 
     def replay(self, key: Key, inputs: Tensor) -> Out:
         """``inputs`` are in pinned memory, which torch keeps until they are copied."""

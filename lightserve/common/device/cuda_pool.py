@@ -1,4 +1,4 @@
-"""GPU memory of many tensors that can be moved to the host while their addresses stay: a pool of torch.
+"""GPU memory of many tensors that can be moved to the host while their addresses stay: pools of torch.
 
     use ─▶ a model loads ─▶ release: copy to the host, unmap the pages ─▶ restore: map other pages, copy back
 
@@ -11,10 +11,10 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import c_char_p, c_int, c_uint, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_uint, c_uint8, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +27,12 @@ from lightserve.utils.memory import free_ram
 logger = init_logger(__name__)
 
 SOURCE = Path(__file__).parent / "csrc" / "mapped_pool.c"
-ALLOCATE, FREE = "pool_allocate", "pool_free"
+ALLOCATE, ALLOCATE_SCRATCH, FREE = "pool_allocate", "scratch_allocate", "pool_free"
 HOST_MARGIN = 2**30  # bytes of host memory that a release leaves free
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pool_open": (c_char_p,),
-    "pool_blocks": (c_void_p, c_void_p, c_int),
+    "pool_blocks": (c_void_p, c_void_p, c_void_p, c_int),
     "pool_unmap": (c_uint64,),
     "pool_map": (c_uint64,),
     "pool_drop": (c_uint64,),
@@ -43,6 +43,14 @@ COPIES: dict[str, tuple[Any, ...]] = {
     "cuMemHostRegister_v2": (c_void_p, c_uint64, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
+
+
+class Block(NamedTuple):
+    """What torch has taken from the driver."""
+
+    address: int
+    size: int
+    is_scratch: int  # its content is lost in a release
 
 
 class PoolLibrary(ctypes.CDLL):
@@ -58,12 +66,12 @@ class PoolLibrary(ctypes.CDLL):
         if self.pool_open(cuda_mapped.LIBRARY.encode()):
             raise OSError(f"{cuda_mapped.LIBRARY} maps no memory")
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """Addresses and sizes of what torch has taken, and uses."""
-        count = self.pool_blocks(None, None, 0)
-        addresses, sizes = (c_uint64 * count)(), (c_uint64 * count)()
-        count = min(count, self.pool_blocks(addresses, sizes, count))
-        return sorted(zip(addresses[:count], sizes[:count], strict=True))
+    def blocks(self) -> list[Block]:
+        """Those in use, by address."""
+        count = self.pool_blocks(None, None, None, 0)
+        columns = (c_uint64 * count)(), (c_uint64 * count)(), (c_uint8 * count)()
+        count = min(count, self.pool_blocks(*columns, count))
+        return sorted(map(Block, *(column[:count] for column in columns)))
 
 
 class CudaMappedPool:
@@ -73,18 +81,25 @@ class CudaMappedPool:
         self._library = library
         self._device = device
         self._pool: Any = None  # of torch
-        self._allocator: Any = None
+        self._pools: list[Any] = []  # with their allocators: they have to outlive what is allocated in them
         self._host = HostCopy(library.driver)
         self._is_released = False
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        if self._pool is None:
-            path = str(self._library.path)
-            self._allocator = torch.cuda.memory.CUDAPluggableAllocator(path, ALLOCATE, FREE)
-            self._pool = torch.cuda.MemPool(self._allocator.allocator())
+        self._pool = self._pool or self._new_pool(ALLOCATE)
         with torch.cuda.use_mem_pool(self._pool, self._device):
             yield
+
+    def new_graph_pool(self) -> Any:
+        """The handle of memory for captured steps, which write it before they read it: its content may be lost."""
+        return self._new_pool(ALLOCATE_SCRATCH).id
+
+    def _new_pool(self, allocate: str) -> Any:
+        allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(str(self._library.path), allocate, FREE)
+        pool = torch.cuda.MemPool(allocator.allocator())
+        self._pools.append((allocator, pool))
+        return pool
 
     def settle(self) -> None:
         """What was freed in the pool is not taken from it again."""
@@ -96,17 +111,18 @@ class CudaMappedPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(size for _, size in self._library.blocks())
+        return _size(self._library.blocks())
 
     def release(self) -> None:
         if self._is_released:
             return
         cuda_mapped.make_context_current(self._device)
         blocks = self._library.blocks()
-        self._host.take(sum(size for _, size in blocks))
-        self._host.read(blocks)
-        for address, _ in blocks:
-            cuda_mapped.check(self._library.pool_unmap(address))
+        copied = [block for block in blocks if not block.is_scratch]
+        self._host.take(_size(copied))
+        self._host.read(copied)
+        for block in blocks:
+            cuda_mapped.check(self._library.pool_unmap(block.address))
         self._is_released = True
 
     def restore(self) -> None:
@@ -116,21 +132,22 @@ class CudaMappedPool:
         torch.cuda.empty_cache()  # what torch has cached is not free for the driver
         blocks = self._library.blocks()
         try:
-            for address, _ in blocks:
-                self._map(address)
+            for block in blocks:
+                self._map(block.address)
         except BaseException:
-            for address, _ in blocks:  # perhaps another process has the rest: leave it what was free
-                self._library.pool_unmap(address)
+            for block in blocks:  # perhaps another process has the rest: leave it what was free
+                self._library.pool_unmap(block.address)
             raise
-        self._host.write(blocks)
+        self._host.write([block for block in blocks if not block.is_scratch])
         self._is_released = False
 
     def _map(self, address: int) -> None:
         result = self._library.pool_map(address)
         if result == cuda_mapped.OUT_OF_MEMORY:
             free, _ = torch.cuda.mem_get_info(self._device)
+            size = self.num_bytes
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory: the weights need {self.num_bytes:,} bytes, {free:,} are left for the rest of them"
+                f"CUDA out of memory: the worker needs {size:,} bytes again, {free:,} are left for the rest of them"
             )
         cuda_mapped.check(result)
 
@@ -161,12 +178,12 @@ class HostCopy:
         if result:
             logger.warning("host memory for the weights is not pinned (%d), so copies are slow", result)
 
-    def read(self, blocks: list[tuple[int, int]]) -> None:
+    def read(self, blocks: list[Block]) -> None:
         """From the device."""
         for offset, address, size in _places(blocks):
             cuda_mapped.check(self._driver.cuMemcpyDtoH_v2(self._address + offset, address, size))
 
-    def write(self, blocks: list[tuple[int, int]]) -> None:
+    def write(self, blocks: list[Block]) -> None:
         for offset, address, size in _places(blocks):
             cuda_mapped.check(self._driver.cuMemcpyHtoD_v2(address, self._address + offset, size))
 
@@ -176,20 +193,34 @@ class HostCopy:
             self._memory = None
 
 
-def _places(blocks: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def _size(blocks: list[Block]) -> int:
+    return sum(block.size for block in blocks)
+
+
+def _places(blocks: list[Block]) -> Iterator[tuple[int, int, int]]:
     """Where each block is in host memory, its address, and its size."""
     offset = 0
-    for address, size in blocks:
+    for address, size, _ in blocks:
         yield offset, address, size
         offset += size
 
 
 class CudaMemoryPools:
+    """Of this process, which has one at most."""
+
+    def __init__(self) -> None:
+        self._opened: CudaMappedPool | None = None
+
     def open(self, device: torch.device) -> CudaMappedPool | None:
         if not cuda_mapped.CudaMemoryMapper().can_map(device):
             return None
         library = pool_library()
-        return None if library is None else CudaMappedPool(library, device)
+        self._opened = None if library is None else CudaMappedPool(library, device)
+        return self._opened
+
+    def graph_pool(self) -> Any:
+        """The handle of memory for graphs, which a release frees too."""
+        return torch.cuda.graph_pool_handle() if self._opened is None else self._opened.new_graph_pool()
 
 
 @cache

@@ -65,6 +65,7 @@ int cuMemcpyDtoH_v2(void *host, uint64_t address, size_t size) { return copy(hos
 int cuMemcpyHtoD_v2(uint64_t address, const void *host, size_t size) { return copy((void *)address, host, size); }
 int cuMemHostRegister_v2(void *host, size_t size, unsigned flags) { return (void)host, (void)size, (void)flags, pinned++, 0; }
 int cuMemHostUnregister(void *host) { return (void)host, pinned--, 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return (void)mode, 0; }
 int cuCtxSynchronize(void) { return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return (void)attribute, (void)device, *value = 1, 0; }
 int cuGetErrorString(int error, const char **message) { return (void)error, *message = "invalid value", 0; }

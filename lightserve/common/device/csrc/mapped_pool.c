@@ -1,6 +1,6 @@
 // Memory for a pool of torch whose pages can be given back while its addresses stay: see cuda_pool.py.
 //
-// torch calls pool_allocate and pool_free with its own lock held, from any thread, so nothing here may wait for Python.
+// torch calls pool_allocate, scratch_allocate and pool_free with its own lock held, from any thread, so nothing here may wait for Python.
 // The driver is opened at run time and its types are written out: no header of CUDA is needed to compile this.
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@
 #include <string.h>
 #include <sys/types.h>
 
-enum { SUCCESS = 0, OUT_OF_HOST_MEMORY = 2, NO_SUCH_BLOCK = 1, PINNED = 1, ON_DEVICE = 1, READ_AND_WRITE = 3 };
+enum { SUCCESS = 0, OUT_OF_HOST_MEMORY = 2, NO_SUCH_BLOCK = 1, PINNED = 1, ON_DEVICE = 1, READ_AND_WRITE = 3, RELAXED = 2 };
 
 typedef struct { int type, id; } Location;
 typedef struct { int type, handle_types; Location location; void *win32; unsigned char flags[8]; } Allocation;
@@ -26,11 +26,12 @@ static struct {
     int (*set_access)(uint64_t, size_t, const Access *, size_t);
     int (*synchronize)(void);
     int (*granularity)(size_t *, const Allocation *, int);
+    int (*exchange_capture_mode)(int *);
 } driver;
 
 typedef struct {
     uint64_t address, size;
-    int device, has_pages, is_unused;
+    int device, is_scratch, has_pages, is_unused;
 } Block;
 
 static Block *blocks;
@@ -56,6 +57,7 @@ int pool_open(const char *library) {
         {&driver.map, "cuMemMap"},                {&driver.unmap, "cuMemUnmap"},
         {&driver.set_access, "cuMemSetAccess"},   {&driver.synchronize, "cuCtxSynchronize"},
         {&driver.granularity, "cuMemGetAllocationGranularity"},
+        {&driver.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode"},
     };
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         void *found = dlsym(opened, functions[i].name);
@@ -105,11 +107,10 @@ static int add(Block block) {
 }
 
 // Returns NULL if the device has not so much memory: then torch frees what it has cached, and tries again.
-void *pool_allocate(ssize_t size, int device, void *stream) {
-    (void)stream;
+static void *allocate(ssize_t size, int device, int is_scratch) {
     Allocation allocation = on(device);
     size_t page;
-    Block block = {0, 0, device, 0, 0};
+    Block block = {0, 0, device, is_scratch, 0, 0};
     if (driver.granularity(&page, &allocation, 0)) return NULL;
     block.size = (size + page - 1) / page * page;
     if (driver.reserve(&block.address, block.size, 0, 0, 0)) return NULL;
@@ -120,6 +121,21 @@ void *pool_allocate(ssize_t size, int device, void *stream) {
     if (block.has_pages) give_pages(&block);
     driver.unreserve(block.address, block.size);
     return NULL;
+}
+
+// Of memory whose content is lost when it is given back.
+void *scratch_allocate(ssize_t size, int device, void *stream) {
+    (void)stream;
+    int mode = RELAXED;  // a graph is being captured, and this is no part of it
+    driver.exchange_capture_mode(&mode);
+    void *address = allocate(size, device, 1);
+    driver.exchange_capture_mode(&mode);
+    return address;
+}
+
+void *pool_allocate(ssize_t size, int device, void *stream) {
+    (void)stream;
+    return allocate(size, device, 0);
 }
 
 void pool_free(void *address, ssize_t size, int device, void *stream) {
@@ -136,12 +152,16 @@ void pool_free(void *address, ssize_t size, int device, void *stream) {
 }
 
 // Writes the blocks that are in use, at most ``limit`` of them, and returns how many there are.
-int pool_blocks(uint64_t *addresses, uint64_t *sizes, int limit) {
+int pool_blocks(uint64_t *addresses, uint64_t *sizes, uint8_t *are_scratch, int limit) {
     int used = 0;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < count; i++) {
         if (blocks[i].is_unused) continue;
-        if (used < limit) addresses[used] = blocks[i].address, sizes[used] = blocks[i].size;
+        if (used < limit) {
+            addresses[used] = blocks[i].address;
+            sizes[used] = blocks[i].size;
+            are_scratch[used] = blocks[i].is_scratch;
+        }
         used++;
     }
     pthread_mutex_unlock(&lock);
