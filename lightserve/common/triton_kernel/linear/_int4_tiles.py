@@ -79,6 +79,7 @@ def _int4_tiles_kernel(
     scales_group_stride,
     USE_ASM: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
+    ARE_ZEROS: tl.constexpr,
     IS_TILED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HALF: tl.constexpr,
@@ -86,7 +87,7 @@ def _int4_tiles_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``sums`` ``[tiles, splits, BLOCK_N, BLOCK_M]``."""
+    """``sums`` ``[tiles, splits, BLOCK_N, BLOCK_M]``. ``ARE_ZEROS``: the offsets are zero points."""
     in_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_col = tl.program_id(1) * BLOCK_N
     out_cols = (first_col + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -108,7 +109,7 @@ def _int4_tiles_kernel(
             offsets = tl.load(offsets_ptr + scale_places + group * scales_group_stride, mask=is_col, other=0.0)
         if IS_TILED:
             codes = rows_of_tile(codes, BLOCK_N, HALF)
-        acc += _product(codes, (x_low.T, x_high.T), scales, offsets, HAS_ZERO_POINTS, USE_ASM)
+        acc += _product(codes, (x_low.T, x_high.T), scales, offsets, HAS_ZERO_POINTS, ARE_ZEROS, USE_ASM)
 
     out_ptrs = out_ptr + in_rows[None, :] * out_size + out_cols[:, None]
     mask = is_row[None, :] & is_col[:, None]
@@ -122,7 +123,7 @@ def _int4_tiles_kernel(
 
 
 @triton.jit
-def _product(codes, x, scales, offsets, HAS_ZERO_POINTS: tl.constexpr, USE_ASM: tl.constexpr):
+def _product(codes, x, scales, offsets, HAS_ZERO_POINTS: tl.constexpr, ARE_ZEROS: tl.constexpr, USE_ASM: tl.constexpr):
     """Of codes ``[N, K / 2]`` with ``x``, two tiles ``[K / 2, M]`` for the low and the high numbers.
 
     Zero points are subtracted while codes are unpacked, and scales are applied to the product. Other offsets are added
@@ -131,9 +132,12 @@ def _product(codes, x, scales, offsets, HAS_ZERO_POINTS: tl.constexpr, USE_ASM: 
     """
     x_low, x_high = x
     if offsets is None or HAS_ZERO_POINTS:
-        zeros = tl.full(scales.shape, 8.0, tl.float32)
-        if offsets is not None:
-            zeros -= tl.where(scales != 0.0, offsets / scales, 0.0)
+        if offsets is None:
+            zeros = tl.full(scales.shape, 8.0, tl.float32)
+        elif ARE_ZEROS:
+            zeros = offsets
+        else:
+            zeros = 8.0 - tl.where(scales != 0.0, offsets / scales, 0.0)
         low, high = unpack_int4(codes, zeros[:, None], x_low.dtype, USE_ASM)
         product = tl.dot(low, x_low, input_precision="ieee")
         product = tl.dot(high, x_high, acc=product, input_precision="ieee") * scales[:, None]
@@ -194,13 +198,14 @@ def multiply(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None, config: Con
     if grid[2] > 1:
         sums = x.new_empty((*grid, config.block_n, config.block_m), dtype=torch.float32)
         done_counts = _done_counts(weight, grid[0] * grid[1])
+    zeros = weight.zeros if isinstance(weight, TiledInt4Weight) else None
     tile_bytes = half * (config.block_n + 2 * config.block_m * x.element_size())
     out = x.new_empty(rows, out_size)
     _int4_tiles_kernel[grid](
         x,
         weight.codes,
         weight.scales,
-        weight.offsets,
+        weight.offsets if zeros is None else zeros,
         bias,
         out,
         sums,
@@ -214,6 +219,7 @@ def multiply(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None, config: Con
         *weight.scales.stride(),
         USE_ASM=uses_asm(x.dtype),
         HAS_ZERO_POINTS=weight.has_zero_points,
+        ARE_ZEROS=zeros is not None,
         IS_TILED=isinstance(weight, TiledInt4Weight),
         IS_SPLIT=grid[2] > 1,
         HALF=half,

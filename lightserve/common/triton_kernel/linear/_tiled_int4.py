@@ -7,7 +7,7 @@ loads 16 of them at once, and need not sort them. Scales and offsets lie group b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,6 +27,7 @@ class TiledInt4Weight(Int4Weight):
     """``codes``, ``scales`` and ``offsets`` have the shapes of the usual layout, and other places in memory."""
 
     done_counts: Tensor  # int32, for each row of tiles: 0 between launches
+    zeros: Tensor | None = None  # the zero points, 0 to 15, in float32, so that no kernel divides offsets by scales
 
     def for_loading(self) -> QuantizedWeight:
         has_offsets, has_zero_points = self.offsets is not None, self.has_zero_points
@@ -40,13 +41,16 @@ class TiledInt4Weight(Int4Weight):
         self.scales.copy_(loaded.scales)
         if self.offsets is not None and loaded.offsets is not None:
             self.offsets.copy_(loaded.offsets)
+            if self.zeros is not None:
+                self.zeros.copy_((8 - loaded.offsets / loaded.scales.where(loaded.scales != 0, 1)).round())
 
     def rows(self, rows: slice | Tensor) -> Int4Weight:  # type: ignore[override]
         """Whole tiles stay tiles."""
         if isinstance(rows, slice):
             begin, end, _ = rows.indices(len(self.codes))
             if begin % TILE_ROWS == 0 and end % TILE_ROWS == 0:
-                return self._map(lambda tensor: tensor[begin:end])
+                zeros = None if self.zeros is None else self.zeros[begin:end]
+                return replace(self._map(lambda tensor: tensor[begin:end]), zeros=zeros)
             rows = torch.arange(begin, end, device=self.device)
         first = rows // TILE_ROWS * TILE_ROWS
         whole = self.codes[(first[:, None] + torch.arange(TILE_ROWS, device=self.device)).flatten()]
@@ -124,6 +128,7 @@ def empty_tiled(usual: QuantizedWeight, device: torch.device) -> TiledInt4Weight
         scales=by_group(usual.scales),
         offsets=None if usual.offsets is None else by_group(usual.offsets),
         has_zero_points=usual.has_zero_points,
+        zeros=by_group(usual.offsets) if usual.has_zero_points and usual.offsets is not None else None,
         done_counts=torch.zeros(len(usual.codes) // TILE_ROWS, dtype=torch.int32, device=device),
     )
 
