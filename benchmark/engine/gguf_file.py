@@ -55,7 +55,8 @@ def quantize_q4_k(x: Floats) -> Bytes:
     pairs = codes.reshape(-1, 4, 2, SUB_BLOCK)  # a byte has a code of both sub-blocks
     packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(blocks), -1)
     parts = (d.view(np.uint8), dmin.view(np.uint8), _packed_scales(six_bit_scales, six_bit_least), packed)
-    return np.concatenate(parts, axis=1).reshape(len(x), -1)
+    blocks_of_bytes: Bytes = np.concatenate(parts, axis=1)
+    return blocks_of_bytes.reshape(len(x), -1)
 
 
 def _in_six_bits(values: Floats) -> tuple[NDArray[np.float16], Bytes]:

@@ -365,6 +365,7 @@ def test_an_amd_gpu_gets_a_profile_by_its_size_and_says_that_it_was_never_tried(
     mi300x = SimpleNamespace(
         name="AMD Instinct MI300X",
         multi_processor_count=304,
+        total_memory=192 * 2**30,
         shared_memory_per_block=65536,
         gcnArchName="gfx942:xnack-",
     )
