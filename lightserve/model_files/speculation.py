@@ -18,12 +18,15 @@ from lightserve.model_files.folder import read_json_if_exists
 from lightserve.model_files.mtp import check_mtp, mtp_format, promises_mtp
 from lightserve.model_files.safetensors_header import read_header
 from lightserve.model_files.source import FolderSource, ModelSource, require_weights, resolve
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "DFlashDraftModel")  # of heads in their original formats
 
 
 def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: ModelConfig) -> WorkerConfig:
-    """The config with a method in place of ``auto`` and a local folder in place of a head's name.
+    """The config with a method, or none, in place of ``auto`` and a local folder in place of a head's name.
 
     Raises an OptionError for a head that does not fit the model, before anything loads.
     """
@@ -32,8 +35,10 @@ def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: Model
         return worker
     if config.method == "auto":
         may_have_head = worker.num_groups == 1 and not model.is_of_transformers  # see config/combinations.py
-        has_head = may_have_head and has_mtp(source, model)
-        config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS) if has_head else SpeculativeConfig()
+        if not may_have_head or not has_mtp(source, model):
+            logger.info("speculative_config=auto: no MTP layer can draft here, so nothing is drafted")
+            return replace(worker, speculative_config=None)
+        config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS)
     if config.method == "mtp":
         check_mtp(model)
     if config.method in ("eagle3", "dflash"):
