@@ -66,10 +66,6 @@ class BailingHybridTpPartModel(DeepseekTpPartModel):
             raise ModelFilesError(f"config.json: kda_lower_bound is {bound!r}, wanted a negative number; correct it")
         return float(bound)
 
-    def _kv_layout(self) -> bm.KvLayout:
-        states = bm.state_groups(self.layer_specs, self.tp.size, self.args.dtype, self.args.state_dtype)
-        return replace(super()._kv_layout(), states=states)
-
     def _verify_params(self) -> None:
         super()._verify_params()
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too

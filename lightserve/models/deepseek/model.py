@@ -124,7 +124,9 @@ class DeepseekTpPartModel(bm.TpPartBaseModel):
     def _kv_layout(self) -> bm.KvLayout:
         sizes = latent_sizes(self.config, 1)
         layers = tuple(spec.layer_num for spec in self.layer_specs if spec.has_attention)
-        return bm.KvLayout.latents(layers, (sizes.rank, sizes.rope), self.args.kv_dtype, self.args.dtype)
+        layout = bm.KvLayout.latents(layers, (sizes.rank, sizes.rope), self.args.kv_dtype, self.args.dtype)
+        states = bm.state_groups(self.layer_specs, self.tp.size, self.args.dtype, self.args.state_dtype)
+        return replace(layout, states=states)
 
     def _verify_params(self) -> None:
         for name in ("attention_bias", "mlp_bias"):

@@ -40,10 +40,6 @@ class KimiLinearTpPartModel(DeepseekTpPartModel):
             conv_width=count("linear_conv_kernel_dim"),
         )
 
-    def _kv_layout(self) -> bm.KvLayout:
-        states = bm.state_groups(self.layer_specs, self.tp.size, self.args.dtype, self.args.state_dtype)
-        return replace(super()._kv_layout(), states=states)
-
     def _verify_params(self) -> None:
         super()._verify_params()
         self.config.check_value("hidden_act", "silu", "swish")  # the convolution's too
