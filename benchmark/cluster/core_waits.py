@@ -31,6 +31,7 @@ class CoreWaits:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
+        self._sample()
         self._thread.start()
         return self
 
@@ -47,10 +48,13 @@ class CoreWaits:
         return Waits(sum(waited) / 1e9, max(waited, default=0) / 1e9)
 
     def _run(self) -> None:
-        own, root = threading.get_native_id(), os.getpid()
         while not self._has_ended.wait(PERIOD_S):
-            self._times.append(time.monotonic())
-            self._samples.append({thread: waited_ns(path) for thread, path in threads_below(root) if thread != own})
+            self._sample()
+
+    def _sample(self) -> None:
+        begin_s, own = time.monotonic(), self._thread.native_id
+        self._samples.append({thread: waited_ns(path) for thread, path in threads_below(os.getpid()) if thread != own})
+        self._times.append(begin_s)  # last: ``during`` reads so many samples
 
 
 def threads_below(pid: int) -> Iterator[tuple[int, Path]]:

@@ -228,9 +228,9 @@ def test_nodes_with_different_addresses_give_the_text_of_one_rank(
 
 
 @pytest.fixture(scope="module")
-def replicas(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStages]:
+def replicas(spoilt_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoStages]:
     """Two nodes with a whole engine each."""
-    flags = (*FLAGS, "--model_dir", model_dir, "--dp", "2", "--cluster_policy", "round_robin")
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--dp", "2", "--cluster_policy", "round_robin")
     with nodes_in(tmp_path_factory.mktemp("replicas"), 2, *flags) as nodes:
         replicas = TwoStages(nodes)
         nodes.wait_ready(replicas.first)
@@ -263,8 +263,8 @@ def test_an_engine_whose_node_is_killed_loses_no_request(replicas: TwoStages, of
 
 
 @pytest.mark.long
-def test_divided_engines_give_the_text_of_one_rank(model_dir: str, of_one_rank: list[Any], tmp_path: Path) -> None:
-    flags = (*FLAGS, "--model_dir", model_dir, "--dp", "3", "--pp", "2", "--cluster_policy", "round_robin")
+def test_divided_engines_give_the_text_of_one_rank(spoilt_model: str, of_one_rank: list[Any], tmp_path: Path) -> None:
+    flags = (*FLAGS, "--model_dir", spoilt_model, "--dp", "3", "--pp", "2", "--cluster_policy", "round_robin")
     with nodes_in(tmp_path / "divided", 2, *flags) as nodes:
         other, first = nodes.start(1), nodes.start(0)
         nodes.wait_ready(first)

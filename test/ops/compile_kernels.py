@@ -188,6 +188,7 @@ def compile_each_kernel(dtype: torch.dtype) -> None:
     weight = int4_weight(128, 8192, 128, "cpu")
     x = torch.ones(32, 8192, dtype=dtype)
     _int4_tiles.multiply(x, weight, None, _int4_tiles.config_of(x, weight))
+    linear_int4.multiply(x, weight, None, linear_int4.DEEP)
     compile_pairs(dtype, experts_params(32, 2048, 768, dtype, "cpu"))
     compile_quantized_experts(dtype, QUANTIZED_EXPERTS[:1])
     _weight_only_linear.dequantize(eight_bit_weight(128, 2048, torch.int8, "cpu"), dtype)
