@@ -18,9 +18,6 @@ from lightserve.model_files.folder import read_json_if_exists
 from lightserve.model_files.mtp import check_mtp, mtp_format, promises_mtp
 from lightserve.model_files.safetensors_header import read_header
 from lightserve.model_files.source import FolderSource, ModelSource, require_weights, resolve
-from lightserve.utils.logger import init_logger
-
-logger = init_logger(__name__)
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "DFlashDraftModel")  # of heads in their original formats
 
@@ -36,8 +33,7 @@ def resolved_speculation(worker: WorkerConfig, source: ModelSource, model: Model
     if config.method == "auto":
         may_have_head = worker.num_groups == 1 and not model.is_of_transformers  # see config/combinations.py
         if not may_have_head or not has_mtp(source, model):
-            logger.info("speculative_config=auto: no MTP layer can draft here, so nothing is drafted")
-            return replace(worker, speculative_config=None)
+            return replace(worker, speculative_config=None)  # n-grams cost time on a GPU where nothing repeats
         config = SpeculativeConfig("mtp", DEFAULT_HEAD_DRAFTS)
     if config.method == "mtp":
         check_mtp(model)

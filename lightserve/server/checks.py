@@ -73,6 +73,8 @@ def check(config: ServerConfig) -> ModelInfo:
     if not config.launch.null_worker:
         model = _check_model(source, config, tokenizer, pooling)
         speculative_config = resolved_speculation(config.worker, source, model).speculative_config
+    if config.worker.speculation is not None and speculative_config is None:
+        logger.info("speculative_config=auto: no MTP layer can draft here, so nothing is drafted")
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
     if config.router.pinned_prefixes is not None:
